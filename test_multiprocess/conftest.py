@@ -1,0 +1,3 @@
+from test_multiprocess.world import worlds
+
+__all__ = ["worlds"]
