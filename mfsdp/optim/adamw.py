@@ -1,0 +1,72 @@
+"""AdamW for what is not a matrix, on the local tensors of this rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from mfsdp.optim.owner_local import LocalUpdate, OwnerLocalOptimizer, state_like
+
+__all__ = ["AdamW"]
+
+
+class AdamW(OwnerLocalOptimizer, torch.optim.AdamW):
+    """``torch.optim.AdamW`` (arguments, state and numbers alike), stepping local tensors only.
+
+    The update is elementwise, so that it may be done on whatever part of a parameter a rank holds: the
+    whole of a :class:`~mfsdp.Tail` or :class:`~mfsdp.OwnerShard` on its owner, the shard of a ``Shard(0)``.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; ``differentiable=True`` is refused, since the step works in place on local tensors."""
+        super().add_param_group(param_group)
+        if self.param_groups[-1]["differentiable"]:
+            self.param_groups.pop()
+            raise ValueError("AdamW: differentiable=True is not supported; use torch.optim.AdamW.")
+
+    def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        on_device = group["capturable"] or group["fused"]
+        double = torch.get_default_dtype() == torch.float64 and not group["fused"]
+        step = torch.zeros(
+            (), dtype=torch.float64 if double else torch.float32, device=param.device if on_device else "cpu"
+        )
+        state = {"step": step, "exp_avg": state_like(param), "exp_avg_sq": state_like(param)}
+        if group["amsgrad"]:
+            state["max_exp_avg_sq"] = state_like(param)
+        return state
+
+    def _update_group(
+        self, group: dict[str, Any], owned: Sequence[LocalUpdate], elsewhere: Sequence[dict[str, Any]]
+    ) -> None:
+        if elsewhere:  # so that every rank has the same count to save
+            torch._foreach_add_([state["step"] for state in elsewhere], 1)
+        if not owned:
+            return
+        amsgrad = group["amsgrad"]
+        adamw(
+            [update.param for update in owned],
+            [update.grad for update in owned],
+            [update.state["exp_avg"] for update in owned],
+            [update.state["exp_avg_sq"] for update in owned],
+            [update.state["max_exp_avg_sq"] for update in owned] if amsgrad else [],
+            [update.state["step"] for update in owned],
+            has_complex=any(update.param.is_complex() for update in owned),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            **{key: group[key] for key in _PASSED_ON},
+        )
+
+
+_PASSED_ON = (
+    "lr",
+    "weight_decay",
+    "eps",
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+)

@@ -1,0 +1,128 @@
+"""What the optimizers here share: they step local tensors, on the ranks that hold them, and on no other."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mfsdp.dtensor import is_local, local_tensor
+
+__all__ = ["LocalUpdate", "OwnerLocalOptimizer", "param_label", "state_like"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalUpdate:
+    """One parameter that this rank updates in this step, as local tensors.
+
+    Attributes:
+        param: the local parameter; written in place.
+        grad: its gradient, of the same shape; read only.
+        state: the optimizer's state for the parameter, by name; tensors are written in place.
+        index: position of the parameter in its group.
+    """
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    index: int
+
+
+class OwnerLocalOptimizer(Optimizer):
+    """An optimizer whose step handles the local tensors of owned parameters, and moves nothing.
+
+    A rank that owns nothing of a parameter holds the same state entries for it (empty, in the parameter's
+    placement), so that state dicts have equal keys on every rank, and otherwise passes over it. Plain tensors
+    and DTensors of which every rank holds something are stepped like owned ones. Only a gradient that
+    arrives in another placement than its parameter's is moved to it; those of ``fully_shard`` never do.
+
+    A subclass says what a new parameter's state is and how a group is updated.
+    """
+
+    @abstractmethod
+    def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        """The state of a parameter at its first step, the same entries on every rank."""
+
+    @abstractmethod
+    def _update_group(
+        self, group: dict[str, Any], owned: Sequence[LocalUpdate], elsewhere: Sequence[dict[str, Any]]
+    ) -> None:
+        """Update what this rank owns of ``group``; ``elsewhere`` has the states of what others update."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Perform one optimization step; ``closure`` reevaluates the model and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._update_group(group, *self._collect(group))
+        return loss
+
+    def _collect(self, group: dict[str, Any]) -> tuple[list[LocalUpdate], list[dict[str, Any]]]:
+        owned: list[LocalUpdate] = []
+        elsewhere: list[dict[str, Any]] = []
+        for index, param in enumerate(group["params"]):
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            if not state:
+                state.update(self._new_state(group, param))
+            grad = _gradient_like(param)
+            if is_local(param):
+                local_state = {key: local_tensor(value) for key, value in state.items()}
+                owned.append(LocalUpdate(local_tensor(param), local_tensor(grad), local_state, index))
+            else:
+                elsewhere.append(state)
+        return owned, elsewhere
+
+
+def _gradient_like(param: Tensor) -> Tensor:
+    """The gradient of ``param`` in the parameter's placement."""
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise ValueError("Sparse gradients are not supported; use torch.optim.SparseAdam for this parameter.")
+    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+        return grad.redistribute(placements=param.placements)
+    return grad
+
+
+def state_like(param: Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros in the placement of ``param``, made without communication.
+
+    Args:
+        param: a plain tensor or a DTensor.
+        shape: logical shape; by default that of ``param``. Another shape needs a parameter that its
+            holders hold whole.
+        dtype: by default that of ``param``.
+    """
+    local = local_tensor(param)
+    if shape is None:
+        zeros = torch.zeros_like(local, dtype=dtype, requires_grad=False)
+        shape, stride = param.shape, param.stride()
+    else:
+        held = list(shape) if is_local(param) else [0, *shape[1:]]
+        zeros = local.new_zeros(held, dtype=dtype)
+        stride = torch.empty(tuple(shape), device="meta").stride()
+    if not isinstance(param, DTensor):
+        return zeros
+    return DTensor.from_local(
+        zeros,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+def param_label(group: dict[str, Any], index: int) -> str:
+    """What to call a parameter in a message: its name if the group has names, else its position."""
+    names = group.get("param_names")
+    return f"parameter '{names[index]}'" if names else f"parameter {index} of its group"

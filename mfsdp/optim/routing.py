@@ -1,0 +1,170 @@
+"""One optimizer for a whole model: matrices to a matrix optimizer, everything else to AdamW."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mfsdp.optim.adamw import AdamW
+from mfsdp.optim.muon import Muon
+from mfsdp.placements import OwnerShard
+from mfsdp.planning import Role
+from mfsdp.planning.parameters import list_parameters, of_model, unit_of_modules
+from mfsdp.planning.roles import roles_of
+
+__all__ = ["RoutedOptimizer", "build_optimizer"]
+
+_BY_NAME: dict[str, type[Optimizer]] = {"muon": Muon}
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How one of the parts is made, once there is a parameter for it."""
+
+    optimizer_class: type[Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, group: dict[str, Any]) -> Optimizer:
+        return self.optimizer_class([group], **self.options)
+
+
+class RoutedOptimizer(Optimizer):
+    """Two optimizers that act as one: what :func:`build_optimizer` returns.
+
+    ``param_groups`` and ``state`` are *shared* with the two: a scheduler that changes a group's ``lr``
+    changes it for the part that steps the group, and there is one state dict, keyed as any optimizer's is.
+    ``step`` evaluates a closure once, then steps the parts.
+
+    Attributes:
+        parts: ``"matrix"`` and ``"other"`` to the optimizer of each; one without parameters is absent.
+    """
+
+    def __init__(
+        self,
+        named_params: Iterable[tuple[str, Tensor]],
+        matrix: _Recipe,
+        other: _Recipe,
+        roles: Mapping[str, Role],
+    ) -> None:
+        self.parts: dict[str, Optimizer] = {}
+        self._recipes = {"matrix": matrix, "other": other}
+        self._part_of_group: list[str] = []
+        self._roles = dict(roles)
+        super().__init__(named_params, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, named if the others are; matrices and others become a group each.
+
+        Options in ``param_group`` besides ``"params"`` hold for each of these groups.
+        """
+        params = param_group["params"]
+        entries = [params] if isinstance(params, Tensor) else list(params)
+        options = {key: value for key, value in param_group.items() if key != "params"}
+        for part, recipe in self._recipes.items():
+            routed = [entry for entry in entries if self._part_for(entry) == part]
+            if routed:
+                self._add_to_part(part, recipe, {"params": routed, **options})
+
+    def _part_for(self, entry: Tensor | tuple[str, Tensor]) -> str:
+        name, param = entry if isinstance(entry, tuple) else ("", entry)
+        return "matrix" if _is_matrix(param, self._roles.get(name)) else "other"
+
+    def _add_to_part(self, part: str, recipe: _Recipe, group: dict[str, Any]) -> None:
+        if part in self.parts:
+            self.parts[part].add_param_group(group)
+        else:
+            self.parts[part] = recipe.make(group)
+            self.parts[part].state = self.state
+        super().add_param_group(self.parts[part].param_groups[-1])
+        self._part_of_group.append(part)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Perform one optimization step; ``closure`` reevaluates the model and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts.values():
+            part.step()
+        return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = ("parts", "_recipes", "_part_of_group", "_roles")
+        return super().__getstate__() | {name: self.__dict__[name] for name in mine}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Loading replaces groups and state: the parts must see the new ones.
+        for name, part in self.parts.items():
+            owner_of_group = zip(self.param_groups, self._part_of_group, strict=True)
+            groups = [group for group, owner in owner_of_group if owner == name]
+            part.__setstate__({"state": self.state, "param_groups": groups})
+
+
+def build_optimizer(
+    model: nn.Module | Iterable[tuple[str, Tensor]],
+    matrix: str | type[Optimizer] = "muon",
+    matrix_kwargs: Mapping[str, Any] | None = None,
+    other_kwargs: Mapping[str, Any] | None = None,
+) -> RoutedOptimizer:
+    """The optimizer of a model: ``matrix`` steps its matrices, and AdamW everything else.
+
+    Of the DTensors that are sharded in any way, those with an ``OwnerShard`` are matrices. For plain and for
+    replicated tensors the role decides that the planner gives them, by which embeddings and output heads are
+    none; where ``model`` is not a module there are no roles, and two dimensions make a matrix. The first
+    group holds the matrices and the second everything else, in the order of ``named_parameters``, on every
+    rank alike; an empty group is left out.
+
+    Args:
+        model: a module, sharded or not, or named parameters.
+        matrix: ``"muon"``, or any ``torch.optim.Optimizer`` class, which is given named parameters.
+        matrix_kwargs: keyword arguments of the matrix optimizer.
+        other_kwargs: keyword arguments of AdamW, of which ``foreach`` is true by default.
+
+    Raises:
+        ValueError: ``matrix`` is not known, there are no parameters, or the optimizers refuse a parameter or
+            an argument.
+    """
+    named = model.named_parameters() if isinstance(model, nn.Module) else model
+    return RoutedOptimizer(
+        named,
+        matrix=_Recipe(_matrix_class(matrix), dict(matrix_kwargs or {})),
+        other=_Recipe(AdamW, _with_foreach(dict(other_kwargs or {}))),
+        roles=_roles_by_name(model) if isinstance(model, nn.Module) else {},
+    )
+
+
+def _matrix_class(matrix: str | type[Optimizer]) -> type[Optimizer]:
+    if isinstance(matrix, type) and issubclass(matrix, Optimizer):
+        return matrix
+    if isinstance(matrix, str) and matrix in _BY_NAME:
+        return _BY_NAME[matrix]
+    known = ", ".join(map(repr, _BY_NAME))
+    raise ValueError(
+        f"build_optimizer: matrix must be {known} or a torch.optim.Optimizer class, not {matrix!r}."
+    )
+
+
+def _with_foreach(options: dict[str, Any]) -> dict[str, Any]:
+    """AdamW's options with its multi-tensor form as the default, where it can do what is asked."""
+    if options.get("fused") or isinstance(options.get("lr"), Tensor):
+        return options
+    return {"foreach": True, **options}
+
+
+def _roles_by_name(model: nn.Module) -> dict[str, Role]:
+    parameters = list_parameters(of_model(model))
+    unit_of_module = unit_of_modules(model)
+    units = [unit_of_module[parameter.names[0].rpartition(".")[0]] for parameter in parameters]
+    roles = roles_of(parameters, units, whole_model=True)
+    return {parameter.names[0]: role for parameter, role in zip(parameters, roles, strict=True)}
+
+
+def _is_matrix(param: Tensor, role: Role | None) -> bool:
+    if isinstance(param, DTensor) and not all(placement.is_replicate() for placement in param.placements):
+        return any(isinstance(placement, OwnerShard) for placement in param.placements)
+    return param.ndim == 2 if role is None else role is Role.MATRIX

@@ -1,0 +1,199 @@
+"""build_optimizer in one process: who gets what, and that two optimizers behave as one."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from mfsdp.optim import AdamW, Muon, RoutedOptimizer, build_optimizer
+
+
+class Model(nn.Module):
+    """An embedding tied to nothing, two blocks, and a head: every role occurs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)) for _ in range(2)])
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def new_model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int = 10) -> float:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        tokens = torch.randint(11, (4, 8), generator=generator)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return loss.item()
+
+
+def separately(model: Model) -> list[torch.optim.Optimizer]:
+    """The same, made by hand of torch's own optimizers."""
+    matrices = [block[0].weight for block in model.blocks]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01, foreach=True)]
+
+
+def together(model: Model, **kwargs: Any) -> RoutedOptimizer:
+    return build_optimizer(model, matrix_kwargs={"lr": 0.02}, other_kwargs={"lr": 0.01}, **kwargs)
+
+
+def assert_equal(a: nn.Module, b: nn.Module) -> None:
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_routes_by_role() -> None:
+    optimizer = together(new_model())
+    assert isinstance(optimizer.parts["matrix"], Muon)
+    assert isinstance(optimizer.parts["other"], AdamW)
+    matrices, others = (group["param_names"] for group in optimizer.param_groups)
+    assert matrices == ["blocks.0.0.weight", "blocks.1.0.weight"]
+    assert others[:2] == ["embed.weight", "blocks.0.0.bias"]
+    assert others[-1] == "head.weight"
+    assert len(others) == 8
+
+
+@pytest.mark.parametrize("matrix", ["muon", torch.optim.Muon])
+def test_bit_equal_to_two_torch_optimizers(matrix: Any) -> None:
+    ours, theirs = new_model(), new_model()
+    train(ours, [together(ours, matrix=matrix)])
+    train(theirs, separately(theirs))
+    assert_equal(ours, theirs)
+
+
+def test_named_parameters_without_a_module_go_by_dimensions() -> None:
+    model = new_model()
+    optimizer = build_optimizer(model.named_parameters())
+    assert optimizer.param_groups[0]["param_names"] == [n for n, p in model.named_parameters() if p.ndim == 2]
+
+
+def test_only_matrices_or_none() -> None:
+    only = build_optimizer(nn.Linear(3, 3, bias=False))
+    assert list(only.parts) == ["matrix"]
+    norms = nn.LayerNorm(4)
+    none = build_optimizer(norms)
+    assert list(none.parts) == ["other"]
+    none.add_param_group({"params": [("late", nn.Parameter(torch.ones(2, 2)))], "lr": 0.5})
+    assert [group["lr"] for group in none.param_groups] == [1e-3, 0.5]
+    assert isinstance(none.parts["matrix"], Muon)
+
+
+def test_groups_added_later_are_split_stepped_and_saved() -> None:
+    model = new_model()
+    optimizer = build_optimizer(model.blocks[0], matrix_kwargs={"lr": 0.02})
+    optimizer.add_param_group({"params": list(model.blocks[1].named_parameters()), "weight_decay": 0.0})
+    assert [group["param_names"] for group in optimizer.param_groups[2:]] == [
+        ["0.weight"],
+        ["0.bias", "1.weight", "1.bias"],
+    ]
+    before = copy.deepcopy(model.blocks)
+    train(model, [optimizer], steps=1)
+    for (name, p), q in zip(model.blocks.named_parameters(), before.parameters(), strict=True):
+        assert not torch.equal(p, q), name
+    assert len(optimizer.state_dict()["state"]) == 8
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [("again", model.blocks[0][0].weight)]})
+
+
+def test_a_scheduler_reaches_both_parts() -> None:
+    optimizer = together(new_model())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.step()
+    scheduler.step()
+    assert [part.param_groups[0]["lr"] for part in optimizer.parts.values()] == [0.01, 0.005]
+
+
+def test_resume_continues_bit_for_bit() -> None:
+    straight, resumed = new_model(), new_model()
+    for model in (straight, resumed):
+        optimizer = together(model)
+        train(model, [optimizer], steps=10)
+        if model is resumed:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = together(model)
+            optimizer.load_state_dict(saved)
+            assert sorted(saved["state"]) == list(range(len(list(model.parameters()))))
+        train(model, [optimizer], steps=5)
+    assert_equal(straight, resumed)
+
+
+def test_copies_and_pickles_share_groups_too() -> None:
+    model = new_model()
+    optimizer = together(model)
+    train(model, [optimizer], steps=1)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert twin.parts["matrix"].param_groups[0] is twin.param_groups[0]
+        assert twin.parts["other"].state is twin.state
+        assert twin.parts["matrix"].param_groups[0] is not optimizer.param_groups[0]
+
+
+def test_a_closure_runs_once_and_hooks_fire_once() -> None:
+    model, calls = new_model(), []
+    optimizer = together(model)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+
+    def closure() -> torch.Tensor:
+        calls.append("closure")
+        loss = model(torch.arange(8)).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    assert calls == ["pre", "closure", "post"]
+
+
+def test_a_step_skipped_by_the_scaler_changes_nothing() -> None:
+    model = new_model()
+    optimizer = together(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    tokens = torch.arange(8)
+    scaler.scale(model(tokens).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+
+    optimizer.zero_grad()
+    scaler.scale(model(tokens).square().mean() * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert_equal(model, before)
+    assert str(optimizer.state_dict()) == str(state)
+    assert scaler.get_scale() == 2.0
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError) as unknown:
+        build_optimizer(new_model(), matrix="adam")
+    assert_expected_inline(
+        str(unknown.value),
+        """build_optimizer: matrix must be 'muon' or a torch.optim.Optimizer class, not 'adam'.""",
+    )
+    with pytest.raises(ValueError, match="empty parameter list"):
+        build_optimizer(nn.ReLU())
+    with pytest.raises(ValueError, match="momentum must be 0 or more"):
+        build_optimizer(new_model(), matrix_kwargs={"momentum": -1})
+    with pytest.raises(TypeError, match="momentun"):
+        build_optimizer(new_model(), matrix_kwargs={"momentun": 0.9})
+    with pytest.raises(ValueError, match="differentiable=True is not supported"):
+        build_optimizer(new_model(), other_kwargs={"differentiable": True, "foreach": False})
