@@ -1,0 +1,180 @@
+"""``fully_shard``: FSDP2's call, with every matrix whole on one rank."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_init import (
+    _get_device_from_mesh,
+    _get_mesh_info,
+    _get_post_forward_mesh_info,
+    _init_default_mesh,
+    _validate_module,
+)
+from torch.distributed.utils import _get_root_modules
+
+from mfsdp.fsdp import checks
+from mfsdp.fsdp.managed import ManagedParameter, commit_loads, find_entries, managed_parameters, plan_call
+from mfsdp.fsdp.param_group import OwnerParamGroup
+from mfsdp.planning import PlanError, Role, ShardPlan
+
+__all__ = ["fully_shard"]
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    plan: ShardPlan | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    plan: ShardPlan | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    plan: ShardPlan | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (as in FSDP2)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> FSDPModule | list[FSDPModule]:
+    """Shard a module's parameters over the mesh: each matrix whole on the rank that owns it.
+
+    The call is that of :func:`torch.distributed.fsdp.fully_shard`, with ``plan`` added: call it on the blocks
+    of a model and then on the model. Afterwards a parameter is a DTensor on ``mesh``, on its last dimension
+
+    * ``OwnerShard(owner)`` if its role is ``MATRIX``: the owner holds it whole, the others an empty tensor,
+    * ``Tail(owner)`` if its role is ``TAIL``: likewise, packed with its neighbours,
+    * ``Shard(0)`` if its role is ``ROWS``: FSDP2 manages it,
+
+    and, on a 2-D mesh (replicate, shard), ``Replicate()`` on the first. Full parameters are gathered before
+    forward and backward and freed after; gradients are averaged over all ranks and arrive on the owner. All
+    methods of ``FSDPModule`` work as documented there.
+
+    Differences from FSDP2: gradients of all parameters of a unit that ran in backward are reduced, zeros
+    standing in where a rank has none (FSDP2's ``set_reduce_scatter_unused_params(True)``); 0-d parameters are
+    allowed; parameters must already be on the mesh's device (or on ``meta``).
+
+    Args:
+        module: the module, or modules that are gathered together.
+        mesh: 1-D, or 2-D (replicate, shard) for HSDP; owners are coordinates on the last dimension. By
+        default
+            all ranks.
+        plan: who owns what, from ``mfsdp.plan(model, mesh)``. Without one, this call's parameters are planned
+            now, continuing from what earlier calls have put on each rank of the mesh.
+        reshard_after_forward: whether to free full parameters after forward. ``None``: in all but the root.
+        shard_placement_fn: not supported; roles and owners come from the plan.
+        mp_policy: dtypes of computation (``param_dtype``) and of gradient reduction (``reduce_dtype``).
+        offload_policy: only the default, which offloads nothing.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: not supported; pass the data-parallel part of the mesh.
+
+    Returns:
+        ``module``, changed in place into an ``FSDPModule`` (or the list of them).
+
+    Raises:
+        ValueError: a parameter, a module, the mesh or the plan does not fit; the message says which and how.
+        NotImplementedError: something that FSDP2 can do and this cannot yet.
+        RuntimeError: ranks disagree on the plan or on the module.
+
+        Each is raised on every rank, even if only one has the fault, and before anything is moved.
+    """
+    _validate_module(module, "fully_shard")  # type: ignore[arg-type]
+    mesh = mesh or _init_default_mesh()
+    checks.check_mesh(mesh)
+    modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
+    findings = checks.Findings()
+    checks.check_options(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims, findings)
+    managed = _plan_and_check(modules, mesh, plan, ignored_params or set(), findings)
+    owned = [parameter for parameter in managed if parameter.entry.role is not Role.ROWS]
+    result = torch_fsdp.fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params={parameter.parameter for parameter in owned} | (ignored_params or set()),
+    )
+    _add_owner_groups(modules, owned, mesh, reshard_after_forward is not False, mp_policy)
+    return result
+
+
+def _plan_and_check(
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    plan: ShardPlan | None,
+    ignored: set[nn.Parameter],
+    findings: checks.Findings,
+) -> list[ManagedParameter]:
+    """What the plan says about each parameter of this call, if all ranks find nothing wrong with it."""
+    checks.check_modules(modules, findings)
+    found = list(managed_parameters(modules, ignored))
+    checks.check_dtypes(found, findings)
+    managed: list[ManagedParameter] = []
+    used = plan
+    if used is None and not findings.errors:
+        try:
+            used = plan_call(modules, found, mesh)
+        except PlanError as error:
+            findings.add(error)
+    if used is not None:
+        managed, unknown = find_entries(found, used)
+        checks.check_plan(used, mesh, unknown, findings)
+        checks.check_parameters(managed, mesh, findings)
+    checks.agree(mesh, plan, managed, findings)
+    if plan is None and used is not None:
+        commit_loads(mesh, used)
+    return managed
+
+
+def _add_owner_groups(
+    modules: tuple[nn.Module, ...],
+    owned: Iterable[ManagedParameter],
+    mesh: DeviceMesh,
+    reshard_after_forward: bool,
+    mp_policy: MixedPrecisionPolicy,
+) -> None:
+    """Put the owned parameters under the state that FSDP2 has just made, a group for each dtype."""
+    state = torch_fsdp.fully_shard.state(modules[0])  # type: ignore[attr-defined]
+    mesh_info = _get_mesh_info(mesh)
+    post_forward = _get_post_forward_mesh_info(reshard_after_forward, mesh_info)  # type: ignore[arg-type]
+    device = _get_device_from_mesh(mesh)
+    by_dtype: dict[torch.dtype, list[ManagedParameter]] = {}
+    for parameter in owned:
+        by_dtype.setdefault(parameter.parameter.dtype, []).append(parameter)
+    for group in by_dtype.values():
+        state._fsdp_param_groups.append(
+            OwnerParamGroup(group, modules, mesh_info, post_forward, device, mp_policy)  # type: ignore[arg-type]
+        )
+    for parameter in owned:  # for Dynamo, as FSDP2 marks the modules of its own parameters
+        parameter.module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        parameter.module._fsdp_use_orig_params = True  # type: ignore[assignment]

@@ -1,0 +1,275 @@
+"""What ``fully_shard`` refuses, on every rank alike, before anything is moved.
+
+A rank that raised alone would leave the others waiting in their next collective. So nothing is raised where
+it is found: every rank first hears from all others what they found (:func:`agree`), and then all raise.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from mfsdp.fsdp.managed import ManagedParameter
+from mfsdp.planning import Role, ShardPlan
+
+__all__ = [
+    "Findings",
+    "agree",
+    "check_dtypes",
+    "check_mesh",
+    "check_modules",
+    "check_options",
+    "check_parameters",
+    "check_plan",
+]
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class Findings:
+    """What this rank has against a call; filled by the checks, settled by :func:`agree`."""
+
+    errors: list[Exception] = field(default_factory=list)
+
+    def add(self, error: Exception) -> None:
+        self.errors.append(error)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise at once for a mesh that one cannot even agree over.
+
+    Raises:
+        ValueError: not 1-D or 2-D, or 2-D without names.
+    """
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            "fully_shard needs a mesh of 1 dimension, or of 2 (replicate, shard) for HSDP; this one has "
+            f"{mesh.ndim}: {mesh}. Pass the part of it that is data parallel, for instance mesh['replicate', "
+            "'shard']."
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"fully_shard needs names for the dimensions of a 2-D mesh, which {mesh} has not. Make it with "
+            f"init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
+        )
+
+
+def check_options(
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: object | None,
+    offload_policy: OffloadPolicy,
+    dp_mesh_dims: object | None,
+    findings: Findings,
+) -> None:
+    """Refuse what FSDP2 can do and owned parameters cannot."""
+    if shard_placement_fn is not None:
+        findings.add(
+            NotImplementedError(
+                "shard_placement_fn: where a parameter lives is decided by its role and owner in the plan. "
+                "Choose roles with mfsdp.plan(model, mesh, roles=...)."
+            )
+        )
+    if dp_mesh_dims is not None:
+        findings.add(
+            NotImplementedError(
+                "dp_mesh_dims: meshes with other than data-parallel dimensions are not supported. Pass the "
+                "data-parallel part, for instance mesh['replicate', 'shard']."
+            )
+        )
+    if not isinstance(reshard_after_forward, bool) and reshard_after_forward is not None:
+        findings.add(
+            NotImplementedError(
+                f"reshard_after_forward={reshard_after_forward}: resharding to a smaller group is not "
+                "supported for owned parameters. Use True (free after forward, least memory) or False (keep "
+                "until backward)."
+            )
+        )
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        findings.add(
+            NotImplementedError(
+                "offload_policy=CPUOffloadPolicy(): offloading to CPU is not supported for owned "
+                "parameters. Leave the policy out; an owner keeps 1/N of the matrices on its device."
+            )
+        )
+
+
+def check_modules(modules: Sequence[nn.Module], findings: Findings) -> None:
+    """Refuse modules that ``fully_shard`` had before."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            findings.add(
+                ValueError(
+                    f"fully_shard was already called on this {type(module).__name__}; it can be called on a "
+                    "module once. Call it on its blocks first and on the module that contains them last."
+                )
+            )
+
+
+def check_dtypes(found: Sequence[tuple[nn.Module, str, nn.Parameter]], findings: Findings) -> None:
+    """Refuse parameters that no gradient, and so no optimizer, can reach."""
+    for module, attribute, parameter in found:
+        if not parameter.dtype.is_floating_point:
+            findings.add(
+                ValueError(
+                    f"{attribute} of {type(module).__name__} is a parameter of dtype {parameter.dtype}; "
+                    "fully_shard takes real floating-point parameters only. Register it as a buffer, "
+                    "convert it, or pass it in ignored_params."
+                )
+            )
+
+
+def check_plan(plan: ShardPlan, mesh: DeviceMesh, unknown: Sequence[str], findings: Findings) -> None:
+    """Refuse a plan for another number of ranks or another model."""
+    owners = mesh.size(-1)
+    if plan.world_size != owners:
+        dim = mesh.ndim - 1
+        names = mesh.mesh_dim_names
+        where = f"mesh dimension {dim}" + (f" ({names[dim]!r})" if names else "")
+        findings.add(
+            ValueError(
+                f"the plan is for {plan.world_size} ranks, {where} has {owners}. Make it with "
+                "mfsdp.plan(model, mesh) for the mesh that is passed to fully_shard."
+            )
+        )
+    if unknown:
+        findings.add(
+            ValueError(
+                f"the plan does not know {len(unknown)} of the module's parameters, the first is "
+                f"{unknown[0]}. Make the plan from the model that contains the module, or bind a plan that "
+                "was loaded with plan.bind(model)."
+            )
+        )
+
+
+def check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, findings: Findings) -> None:
+    """Refuse parameters that the plan does not describe, or that cannot be owned."""
+    for parameter in managed:
+        for problem in _problems_of(parameter, mesh):
+            findings.add(problem)
+
+
+def _problems_of(managed: ManagedParameter, mesh: DeviceMesh) -> Iterator[Exception]:
+    name, parameter, entry = managed.name, managed.parameter, managed.entry
+    if tuple(parameter.shape) != tuple(entry.shape) or parameter.dtype != entry.dtype:
+        yield ValueError(
+            f"{name}: the plan describes a parameter of shape {tuple(entry.shape)} and {entry.dtype}, the "
+            f"module's has shape {tuple(parameter.shape)} and {parameter.dtype}. Make the plan from this "
+            "model."
+        )
+    if entry.owner is not None and entry.owner >= mesh.size(-1):
+        yield ValueError(
+            f"{name}: owner {entry.owner} is outside mesh dimension {mesh.ndim - 1}, whose coordinates are 0 "
+            f"to {mesh.size(-1) - 1}. Plan again with mfsdp.plan(model, mesh)."
+        )
+    if parameter.device.type not in (mesh.device_type, "meta"):
+        yield ValueError(
+            f"{name}: the parameter is on {parameter.device}, the mesh is of {mesh.device_type} devices. "
+            f"Move the model with model.to({mesh.device_type!r}) before fully_shard, or build it on the meta "
+            "device."
+        )
+    if isinstance(parameter, DTensor):
+        yield NotImplementedError(
+            f"{name}: the parameter is a DTensor with placements {parameter.placements}; fully_shard of "
+            "parameters that are sharded already is not supported. Call it on plain parameters."
+        )
+    elif entry.role is not Role.ROWS and not parameter.is_contiguous():
+        yield NotImplementedError(
+            f"{name}: the parameter is not contiguous: shape {tuple(parameter.shape)}, strides "
+            f"{parameter.stride()}. Replace it by parameter.contiguous() before fully_shard."
+        )
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What ranks tell each other about one call."""
+
+    error: Exception | None
+    plan_hash: str | None
+    unit: tuple[tuple[str, ...], ...]
+
+
+def agree(
+    mesh: DeviceMesh, plan: ShardPlan | None, managed: Sequence[ManagedParameter], findings: Findings
+) -> None:
+    """Raise on every rank if any rank has findings, or if ranks do not agree on what to shard how.
+
+    One small exchange over all ranks of the mesh, replicas included.
+
+    Raises:
+        Exception: the first finding of this rank, or else that of the first rank that has one.
+        RuntimeError: ranks differ in their plans or in the unit's parameters.
+    """
+    report = _Report(
+        error=findings.errors[0] if findings.errors else None,
+        plan_hash=plan.hash() if plan else None,
+        unit=tuple(_describe(parameter) for parameter in managed),
+    )
+    reports = _exchange(mesh, report)
+    if report.error is not None:
+        raise report.error
+    for rank, other in enumerate(reports):
+        if other.error is not None:
+            raise type(other.error)(f"on rank {_global_rank(mesh, rank)} of the mesh: {other.error}")
+    if plan is not None and len({other.plan_hash for other in reports}) > 1:
+        _raise_plan_difference(mesh, plan)
+    for rank, other in enumerate(reports):
+        if other.unit != reports[0].unit:
+            raise RuntimeError(_unit_difference(reports[0].unit, other.unit, mesh, rank))
+
+
+def _describe(managed: ManagedParameter) -> tuple[str, ...]:
+    entry = managed.entry
+    return (
+        managed.name,
+        f"role {entry.role.name}",
+        f"owner {entry.owner}",
+        f"shape {tuple(managed.parameter.shape)}",
+        f"{managed.parameter.dtype}",
+        f"requires_grad={managed.parameter.requires_grad}",
+    )
+
+
+def _global_rank(mesh: DeviceMesh, index: int) -> int:
+    return int(mesh.mesh.flatten()[index])
+
+
+def _exchange(mesh: DeviceMesh, mine: _T) -> list[_T]:
+    """``mine`` of every rank, in the order of ``mesh.mesh.flatten()``."""
+    gathered: dict[int, _T] = {dist.get_rank(): mine}
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        parts: list[dict[int, _T]] = [{}] * mesh.size(dim)
+        dist.all_gather_object(parts, gathered, group=group)
+        gathered = {rank: value for part in parts for rank, value in part.items()}
+    return [gathered[rank] for rank in mesh.mesh.flatten().tolist()]
+
+
+def _raise_plan_difference(mesh: DeviceMesh, plan: ShardPlan) -> None:
+    plans = _exchange(mesh, plan.to_json())
+    first = ShardPlan.from_json(plans[0])
+    for rank, text in enumerate(plans):
+        difference = first.first_difference(ShardPlan.from_json(text))
+        if difference is not None:
+            raise RuntimeError(
+                f"ranks {_global_rank(mesh, 0)} and {_global_rank(mesh, rank)} have different plans: "
+                f"{difference}. Every rank must plan the same model for the same mesh with the same options."
+            )
+
+
+def _unit_difference(
+    first: tuple[tuple[str, ...], ...], other: tuple[tuple[str, ...], ...], mesh: DeviceMesh, rank: int
+) -> str:
+    pair = f"ranks {_global_rank(mesh, 0)} and {_global_rank(mesh, rank)}"
+    remedy = "Every rank must call fully_shard on the same modules of the same model, in the same order."
+    for mine, theirs in zip(first, other, strict=False):
+        if mine != theirs:
+            shards = f"{', '.join(mine)} on one, {', '.join(theirs)} on the other"
+            return f"{pair} do not shard the same: {shards}. {remedy}"
+    extra = max(first, other, key=len)[min(len(first), len(other))]
+    return f"{pair} do not shard the same: {extra[0]} is there on one of them only. {remedy}"
