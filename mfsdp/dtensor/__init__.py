@@ -1,5 +1,7 @@
 """How DTensor learns the owner placements; the only folder that touches DTensor's private names."""
 
+from mfsdp.dtensor.distribute import distribute_tensor
 from mfsdp.dtensor.local import is_local, local_tensor
+from mfsdp.dtensor.seams import check_version, install
 
-__all__ = ["is_local", "local_tensor"]
+__all__ = ["check_version", "distribute_tensor", "install", "is_local", "local_tensor"]

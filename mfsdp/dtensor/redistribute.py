@@ -11,15 +11,16 @@ While a dimension is owner-placed, only the ranks at the owner's coordinate take
 dimensions; their peers in those steps (a TP group, say) share that coordinate, so groups never split.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
+import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -39,7 +40,8 @@ from mfsdp.dtensor.specs import (
 )
 from mfsdp.placements import is_owner
 
-RedistributeFunction = Callable[..., Tensor]
+# torch's own, from before the seams replaced it: everything that involves no owner goes there
+_torch_redistribute: Callable[..., Tensor] = _redistribute.redistribute_local_tensor
 
 _REMEDY = (
     "See the transition table in mfsdp.placements; going through Replicate() works from every placement "
@@ -48,7 +50,6 @@ _REMEDY = (
 
 
 def redistribute_local_tensor(
-    torch_redistribute: RedistributeFunction,
     local_tensor: Tensor,
     current_spec: DTensorSpec,
     target_spec: DTensorSpec,
@@ -59,7 +60,6 @@ def redistribute_local_tensor(
     """torch's function of this name, extended to owner placements.
 
     Args:
-        torch_redistribute: torch's own, for everything that involves no owner.
         local_tensor: what this rank holds under ``current_spec``.
         async_op: the result may be an ``AsyncCollectiveTensor`` that waits when it is first used.
 
@@ -68,7 +68,7 @@ def redistribute_local_tensor(
         ValueError: an owner outside the mesh.
     """
     if not (has_owner(current_spec) or has_owner(target_spec)):
-        return torch_redistribute(local_tensor, current_spec, target_spec, async_op=async_op, **torch_options)
+        return _torch_redistribute(local_tensor, current_spec, target_spec, async_op=async_op, **torch_options)
     mesh = current_spec.mesh
     if mesh != target_spec.mesh:
         raise NotImplementedError(f"redistribute from {mesh} to {target_spec.mesh}: both must be the same mesh.")
@@ -77,7 +77,7 @@ def redistribute_local_tensor(
         _check_transition(*pair, mesh, mesh_dim)
     if mesh.get_coordinate() is None:
         return local_tensor
-    state = _State(local_tensor, current_spec, torch_redistribute)
+    state = _State(local_tensor, current_spec)
     for step in _steps(current_spec, target_spec):
         state = step(state)
     local = state.local
@@ -88,11 +88,10 @@ def redistribute_local_tensor(
 
 @dataclass(frozen=True)
 class _State:
-    """A local tensor, the spec that it has so far, and torch's function for plain dimensions."""
+    """A local tensor and the spec that it has so far."""
 
     local: Tensor
     spec: DTensorSpec
-    torch_redistribute: RedistributeFunction
 
     def moved(self, local: Tensor, mesh_dim: int, placement: Placement) -> "_State":
         placements = list(self.spec.placements)
@@ -123,11 +122,28 @@ def _check_transition(current: Placement, target: Placement, mesh: DeviceMesh, m
     other = target if is_owner(current) else current
     known = isinstance(other, Replicate) or _is_shard(other) or isinstance(other, Partial)
     if is_owner(current) and isinstance(other, Partial):
-        known = type(other) in (Partial, _NormPartial) and other.reduce_op == "sum"
+        known = partial_identity(other, torch.float32) is not None
     if not known:
         raise NotImplementedError(
             f"redistribute from {current!r} to {target!r} on {dim_name(mesh, mesh_dim)} is not implemented. {_REMEDY}"
         )
+
+
+def partial_identity(partial: Placement, dtype: torch.dtype) -> float | int | bool | None:
+    """What ranks other than the owner hold so that reducing gives the owner's value; None if nothing does."""
+    if type(partial) not in (Partial, _NormPartial):
+        return None
+    lowest, highest = _range(dtype)
+    return {"sum": 0, "product": 1, "max": lowest, "min": highest}.get(partial.reduce_op)  # type: ignore[attr-defined]
+
+
+def _range(dtype: torch.dtype) -> tuple[float | int | bool, float | int | bool]:
+    if dtype == torch.bool:
+        return False, True
+    if dtype.is_floating_point or dtype.is_complex:
+        return -math.inf, math.inf
+    info = torch.iinfo(dtype)
+    return info.min, info.max
 
 
 def _is_shard(placement: Placement) -> bool:
@@ -162,7 +178,7 @@ def _steps(current: DTensorSpec, target: DTensorSpec) -> list[_Step]:
     leave_steps: list[_Step] = []
     for dim in leave:
         new = pairs[dim][1]
-        if _is_shard(new) and (not isinstance(new, Shard) or _shares_tensor_dim(new, dim, [*middle, *target.placements])):
+        if _is_shard(new) and (not isinstance(new, Shard) or _shares_tensor_dim(new, dim, middle, target.placements)):
             new = Replicate()  # torch's code splits it correctly afterwards
         leave_steps.append(_leave_step(dim, new))
         before_plain[dim] = new
@@ -183,22 +199,22 @@ def _leave_step(mesh_dim: int, target: Placement) -> _Step:
     return lambda state: _leave(state, mesh_dim, target)
 
 
-def _shares_tensor_dim(placement: Placement, mesh_dim: int, placements: Sequence[Placement]) -> bool:
-    """Whether another mesh dimension shards the tensor dimension that ``placement`` shards."""
+def _shares_tensor_dim(placement: Placement, mesh_dim: int, *states: Sequence[Placement]) -> bool:
+    """Whether another mesh dimension shards, in one of ``states``, the tensor dimension of ``placement``."""
     if not _is_shard(placement):
         return False
     if not isinstance(placement, Shard):
         return True  # a strided shard exists only because of another mesh dimension
-    size = len(placements)
     return any(
         _is_shard(other) and other.dim == placement.dim  # type: ignore[attr-defined]
+        for placements in states
         for index, other in enumerate(placements)
-        if index % size != mesh_dim
+        if index != mesh_dim
     )
 
 
 def _numel(spec: DTensorSpec, placements: Sequence[Placement]) -> int:
-    return prod(_held_shape(replace_placements(spec, placements)))
+    return math.prod(_held_shape(replace_placements(spec, placements)))
 
 
 def _held_shape(spec: DTensorSpec) -> tuple[int, ...]:
@@ -216,7 +232,7 @@ def _plain(state: _State, placements: Sequence[Placement]) -> _State:
     if target.placements == state.spec.placements:
         return state
     if state.holds():
-        local = state.torch_redistribute(state.local, without_owners(state.spec), without_owners(target))
+        local = _torch_redistribute(state.local, without_owners(state.spec), without_owners(target))
     else:
         local = state.empty()
     return replace(state, local=local, spec=target)
@@ -252,7 +268,9 @@ def _leave(state: _State, mesh_dim: int, target: Placement) -> _State:
         return state.moved(state.empty(), mesh_dim, target)
     is_root = state.here(mesh_dim) == source.owner
     if isinstance(target, Partial):
-        local = state.local.clone() if is_root else state.local.new_zeros(_held_shape(state.spec))
+        identity = partial_identity(target, state.local.dtype)
+        assert identity is not None  # checked before the first step
+        local = state.local.clone() if is_root else state.local.new_full(_held_shape(state.spec), identity)
     elif isinstance(target, Shard):
         local = _scatter(state, mesh_dim, target.dim, source.owner)
     else:
@@ -289,9 +307,9 @@ def _gather(state: _State, mesh_dim: int, tensor_dim: int, owner: int) -> Tensor
     mesh = state.spec.mesh
     whole = list(_held_shape(_replicated(state.spec, mesh_dim)))
     sizes = _shard_sizes(whole[tensor_dim], mesh.size(mesh_dim))
-    stride = prod(whole) // max(whole[tensor_dim], 1)
+    stride = math.prod(whole) // max(whole[tensor_dim], 1)
     here = state.here(mesh_dim)
-    if prod(whole) == 0:
+    if math.prod(whole) == 0:
         return state.local.new_empty(whole)
     # the sharded dimension leads on the wire, so that the pieces of all ranks follow one another
     out = state.local.movedim(tensor_dim, 0).contiguous().view(-1)
@@ -308,10 +326,10 @@ def _scatter(state: _State, mesh_dim: int, tensor_dim: int, owner: int) -> Tenso
     mesh = state.spec.mesh
     whole = list(_held_shape(state.spec))
     sizes = _shard_sizes(whole[tensor_dim], mesh.size(mesh_dim))
-    stride = prod(whole) // max(whole[tensor_dim], 1)
+    stride = math.prod(whole) // max(whole[tensor_dim], 1)
     here = state.here(mesh_dim)
     mine = [n if dim != tensor_dim else sizes[here] for dim, n in enumerate(whole)]
-    if prod(whole) == 0:
+    if math.prod(whole) == 0:
         return state.local.new_empty(mine)
     out = state.local.movedim(tensor_dim, 0).contiguous().view(-1) if here == owner else state.local.new_empty(0)
     send = [size * stride if here == owner else 0 for size in sizes]

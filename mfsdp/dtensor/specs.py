@@ -7,8 +7,6 @@ data, the owner dimensions are shown to it as ``Replicate()`` (:func:`without_ow
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -52,17 +50,19 @@ def without_owners(spec: DTensorSpec) -> DTensorSpec:
 
 def with_owners(spec: DTensorSpec, owners: Owners) -> DTensorSpec:
     """The inverse of :func:`without_owners` on the given mesh dimensions."""
-    return replace_placements(spec, [p if owner is None else owner for p, owner in zip(spec.placements, owners, strict=True)])
+    return replace_placements(
+        spec, [p if owner is None else owner for p, owner in zip(spec.placements, owners, strict=True)]
+    )
+
+
+def output_spec(meta: TensorMeta, mesh: DeviceMesh, owners: Owners) -> DTensorSpec:
+    """Spec of a tensor that is owner-placed on the given dimensions and replicated on the others."""
+    return DTensorSpec(mesh, tuple(owner or Replicate() for owner in owners), tensor_meta=meta)
 
 
 def empty_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Shape of the local tensor on a rank that owns nothing: ``(0, *shape[1:])``, ``(0,)`` for 0-d."""
     return (0, *shape[1:])
-
-
-def empty_local(meta: TensorMeta, device: torch.device) -> Tensor:
-    """The local tensor of a rank that owns nothing of a tensor with this metadata."""
-    return torch.empty(empty_shape(meta.shape), dtype=meta.dtype, device=device)
 
 
 def dim_name(mesh: DeviceMesh, mesh_dim: int) -> str:

@@ -42,7 +42,12 @@ _NATIVE = {
     torch.uint8,
 }
 # Reductions cannot travel as bytes: gloo has no kernels for these.
-_WIDENED = {torch.bool: torch.int32, torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_WIDENED = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
 
 
 @lru_cache(maxsize=4096)
@@ -60,9 +65,7 @@ def group_ranks(mesh: DeviceMesh, mesh_dim: int) -> tuple[int, ...]:
     return tuple(dist.get_group_rank(group, rank) for rank in along)
 
 
-def broadcast(
-    source: Tensor | None, into: Tensor | None, mesh: DeviceMesh, mesh_dim: int, owner: int
-) -> Tensor:
+def broadcast(source: Tensor | None, into: Tensor | None, mesh: DeviceMesh, mesh_dim: int, owner: int) -> Tensor:
     """A new contiguous 1-D tensor with the owner's values on every rank of the mesh dimension.
 
     Args:
@@ -109,6 +112,8 @@ def exchange(
         [send_sizes[coordinate] * scale for coordinate in by_rank],
         (mesh, mesh_dim),
     )
+    if sum(receive_sizes) == 0 and isinstance(received, funcol.AsyncCollectiveTensor):
+        received = received.wait()  # nobody will use it, but what was sent must have left
     if by_rank != sorted(by_rank):
         in_rank_order = [receive_sizes[coordinate] for coordinate in by_rank]
         received = torch.cat([_piece(received, in_rank_order, rank, scale) for rank in ranks])

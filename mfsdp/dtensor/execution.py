@@ -1,0 +1,257 @@
+"""Owner-local execution: the owner runs the op on its local tensors, every other rank makes empty outputs.
+
+:func:`execute` is the complete path and is right for every op. The dispatcher's cache (see
+:mod:`mfsdp.dtensor.propagation`) is a shortcut around it for the common ones.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import _random as random
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from mfsdp.dtensor import lists, values
+from mfsdp.dtensor.alignment import Operand, align
+from mfsdp.dtensor.metadata import OutputMeta, Outputs, ValueDependentError, output_metadata
+from mfsdp.dtensor.moving import moved
+from mfsdp.dtensor.schema import argument, operands, traits
+from mfsdp.dtensor.specs import Owners, dim_name, has_owner, holds, output_spec, with_owners, without_owners
+
+
+def execute(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that has an owned DTensor among its arguments.
+
+    Raises:
+        NotImplementedError: the operands cannot be brought together, or the op cannot run on them; on every rank.
+        RuntimeError, ValueError, ...: what the op itself raises for the shapes and dtypes given, on every rank.
+    """
+    if traits(op).is_list:
+        return lists.execute(op, args, kwargs)
+    found = list(operands(op, args, kwargs))
+    alignment = align(op, [Operand(tensor._spec, written) for tensor, written in found])
+    if alignment.moves:
+        targets = iter(alignment.placements)
+        args, kwargs = _map_dtensors(lambda tensor: moved(tensor, next(targets)), args, kwargs)
+        return op(*args, **kwargs)
+    mesh = found[0][0].device_mesh
+    if all(is_whole(tensor, alignment.owners) for tensor, _ in found):
+        return _execute_plain(op, args, kwargs, mesh, alignment.owners)
+    return execute_sharded(op, args, kwargs, mesh, alignment.owners)
+
+
+def is_whole(tensor: DTensor, owners: Owners) -> bool:
+    """Whether the local tensor at the owners' coordinate is the whole tensor."""
+    return all(
+        owner is not None or isinstance(placement, Replicate)
+        for placement, owner in zip(tensor.placements, owners, strict=True)
+    )
+
+
+def _map_dtensors(
+    function: Callable[[DTensor], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace every DTensor among the arguments, in the order of :func:`operands`."""
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return function(value)
+        if isinstance(value, list | tuple):
+            return type(value)(function(item) if isinstance(item, DTensor) else item for item in value)
+        return value
+
+    return tuple(replace(value) for value in args), {name: replace(value) for name, value in kwargs.items()}
+
+
+def _first(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    return next(tensor for tensor, _ in operands(op, args, kwargs))
+
+
+def _to_local(tensor: DTensor) -> Tensor:
+    return tensor._local_tensor
+
+
+# Whole tensors on the owner #
+
+
+def _execute_plain(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, owners: Owners
+) -> Any:
+    """Every operand is whole at the owner's coordinate: run the op there on plain tensors."""
+    run = holds(mesh, owners)
+    local_args, local_kwargs = _map_dtensors(_to_local, args, kwargs)
+    if traits(op).is_value:
+        result = op(*local_args, **local_kwargs) if run else None
+        return values.share_value(op, result, _first(op, args, kwargs)._local_tensor, mesh, owners)
+    try:
+        metas = output_metadata(op, args, kwargs)
+    except ValueDependentError:
+        result = op(*local_args, **local_kwargs) if run else None
+        metas = values.share_metadata(op, result, _first(op, args, kwargs)._local_tensor.device, mesh, owners)
+    else:
+        result = _run(op, args, kwargs, local_args, local_kwargs, run)
+    if not run:
+        result = _empties(metas)
+    return wrap(op, args, kwargs, result, _specs(metas, mesh, owners), run)
+
+
+def _run(
+    op: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    local_args: tuple[Any, ...],
+    local_kwargs: dict[str, Any],
+    run: bool,
+) -> Any:
+    if not traits(op).is_random:
+        return op(*local_args, **local_kwargs) if run else None
+    tracker = random._rng_tracker
+    if tracker is not None and tracker.distribute_region_enabled:
+        with tracker._distribute_region(without_owners(_first(op, args, kwargs)._spec)):
+            return op(*local_args, **local_kwargs) if run else None
+    if not run:
+        # Without a tracker (CPU) the generators of all ranks must stay in step: the others draw the same
+        # numbers and drop them. So `normal_` of an owned weight gives what a single process gets.
+        local_args, local_kwargs = _map_dtensors(_placeholder, args, kwargs)
+    return op(*local_args, **local_kwargs)
+
+
+def _placeholder(tensor: DTensor) -> Tensor:
+    return tensor._local_tensor.new_zeros(tensor.shape)
+
+
+def _empties(metas: Outputs) -> Any:
+    if metas is None:
+        return None
+    if isinstance(metas, OutputMeta):
+        return metas.empty_local()
+    return type(metas)(None if meta is None else meta.empty_local() for meta in metas)  # type: ignore[call-arg]
+
+
+def _specs(metas: Outputs, mesh: DeviceMesh, owners: Owners) -> Any:
+    if metas is None:
+        return None
+    if isinstance(metas, OutputMeta):
+        return output_spec(metas.tensor_meta, mesh, owners)
+    return tuple(None if meta is None else output_spec(meta.tensor_meta, mesh, owners) for meta in metas)
+
+
+# Tensors that the owner's coordinate shards further #
+
+
+def execute_sharded(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, owners: Owners
+) -> Any:
+    """Other mesh dimensions shard the operands: the ranks at the owner's coordinate run DTensor's own code.
+
+    To them the owner dimensions look replicated, and nothing may happen along those.
+    """
+    plain_args, plain_kwargs = _map_dtensors(_without_owners, args, kwargs)
+    specs = _propagated_specs(op, plain_args, plain_kwargs, mesh, owners)
+    run = holds(mesh, owners)
+    if traits(op).is_value:
+        result = op(*plain_args, **plain_kwargs) if run else None
+        return values.share_value(op, result, _first(op, args, kwargs)._local_tensor, mesh, owners)
+    if run:
+        result = _unwrapped(op(*plain_args, **plain_kwargs))
+    else:
+        device = _first(op, args, kwargs)._local_tensor.device
+        result = _map_specs(lambda spec: _empty_of(spec, device), specs)
+    return wrap(op, args, kwargs, result, _map_specs(lambda spec: with_owners(spec, owners), specs), run)
+
+
+def _without_owners(tensor: DTensor) -> DTensor:
+    return DTensor(tensor._local_tensor, without_owners(tensor._spec), requires_grad=False)
+
+
+def _unwrapped(result: Any) -> Any:
+    if isinstance(result, DTensor):
+        return result._local_tensor
+    if isinstance(result, list | tuple):
+        return type(result)(_unwrapped(item) for item in result)
+    return result
+
+
+def _empty_of(spec: DTensorSpec, device: torch.device) -> Tensor:
+    meta = spec.tensor_meta
+    assert meta is not None
+    return OutputMeta(tuple(meta.shape), meta.stride, meta.dtype, device).empty_local()
+
+
+def _map_specs(function: Callable[[DTensorSpec], Any], specs: Any) -> Any:
+    if isinstance(specs, DTensorSpec):
+        return function(specs)
+    if specs is None:
+        return None
+    return type(specs)(None if spec is None else function(spec) for spec in specs)
+
+
+def _propagated_specs(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, owners: Owners
+) -> Any:
+    """Output specs by torch's propagation, checked on every rank not to touch the owner dimensions."""
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(info.schema)
+    outputs = sharding.output_spec
+    needed = [sharding.redistribute_schema.args_spec] if sharding.redistribute_schema is not None else []
+    every = [outputs] if isinstance(outputs, DTensorSpec) else list(outputs or ())
+    for spec in [*every, *(spec for specs in needed for spec in specs)]:
+        for mesh_dim, owner in enumerate(owners):
+            if spec is not None and owner is not None and not isinstance(spec.placements[mesh_dim], Replicate):
+                raise NotImplementedError(
+                    f"{op}: DTensor would run it with {spec.placements[mesh_dim]!r} on {dim_name(mesh, mesh_dim)}, "
+                    f"where an operand is {owner!r}, so the owner cannot run it alone. Redistribute the operands to "
+                    f"Replicate() on that dimension first."
+                )
+    return outputs
+
+
+# Results #
+
+
+def wrap(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, specs: Any, run: bool) -> Any:
+    """Local results as what the op returns: DTensors, or the very arguments that it wrote to."""
+    known = traits(op)
+    if known.is_inplace_view:
+        return _rewrap_first(op, args, kwargs, result, specs, run)
+    if known.is_view:
+        return return_and_correct_aliasing(op, args, kwargs, _wrapped(result, specs))
+    if not any(position is not None for position in known.aliased_returns):
+        return _wrapped(result, specs)
+    results = result if isinstance(result, tuple) else (result,)
+    all_specs = specs if isinstance(specs, tuple) else (specs,)
+    wrapped = tuple(
+        argument(op, position, args, kwargs) if position is not None else _wrapped(item, spec)
+        for position, item, spec in zip(known.aliased_returns, results, all_specs, strict=True)
+    )
+    return wrapped if isinstance(result, tuple) else wrapped[0]
+
+
+def _wrapped(result: Any, specs: Any) -> Any:
+    if isinstance(result, Tensor):
+        return DTensor(result, specs, requires_grad=False)
+    if isinstance(result, list | tuple):
+        return type(result)(_wrapped(item, spec) for item, spec in zip(result, specs, strict=True))
+    return result
+
+
+def _rewrap_first(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, spec: DTensorSpec, run: bool
+) -> DTensor:
+    """After ``t_`` and its like: the first argument has another shape now, inside and outside."""
+    first: DTensor = args[0]
+    if not run:
+        first._local_tensor = result
+    first._spec = spec
+    return return_and_correct_aliasing(op, args, kwargs, first)
+
+
+def is_owned(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor with an owner dimension."""
+    return isinstance(tensor, DTensor) and has_owner(tensor._spec)

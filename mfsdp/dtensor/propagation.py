@@ -1,0 +1,185 @@
+"""R1 in the dispatcher: an owner dimension behaves like ``Replicate`` and is executed by the owner alone.
+
+DTensor's C++ dispatcher asks Python once per combination of op and specs, caches the answer and from then on runs
+the op without Python. The answer here may depend on the rank: the owner is told to run the op as it is, any other
+rank to make empty outputs (:class:`SkippedOutputSharding`). So a step over owned parameters costs the owner what an
+ordinary DTensor costs, and every other rank no arithmetic.
+
+What the cache cannot express is executed completely by :mod:`mfsdp.dtensor.execution` and not cached: operands that
+must move first, list ops, results that are Python values or whose shapes depend on values, random numbers, ops that
+reshape their argument in place, dimensions that are sharded besides, and ops whose cache key leaves out an argument
+that decides the output's shape or dtype.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
+
+from mfsdp.dtensor.alignment import Operand, align
+from mfsdp.dtensor.execution import execute, is_whole
+from mfsdp.dtensor.metadata import OutputMeta, ValueDependentError, output_metadata
+from mfsdp.dtensor.schema import operands, traits
+from mfsdp.dtensor.specs import Owners, empty_shape, has_owner, holds, output_spec
+
+aten = torch.ops.aten
+
+# Ops that keep the shape of their first argument and work on empty tensors as on any, besides the pointwise ones.
+_SHAPE_PRESERVING = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.copy_.default,
+}
+
+
+class SkippedOutputSharding(OutputSharding):
+    """The answer for a rank that owns nothing of an op: do not run it, make these empty outputs."""
+
+    def __init__(self, output_spec: Any, schema: OpSchema, metas: Sequence[OutputMeta], kind: type | None) -> None:
+        # needs_redistribute sends the dispatcher to its Python path, where make_outputs takes over
+        super().__init__(output_spec, schema, needs_redistribute=True)
+        self._makers = [(empty_shape(meta.shape), meta.dtype, meta.device) for meta in metas]
+        self._kind = kind
+
+    def make_outputs(self) -> Any:
+        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._makers]
+        return outputs[0] if self._kind is None else self._kind(outputs)
+
+
+def has_owned_operand(info: OpInfo) -> bool:
+    """Whether an op that reached the dispatcher's Python path has an owned DTensor among its arguments."""
+    leaves = [*info.flat_args_schema, *(info.schema.kwargs_schema.values() if info.schema else ())]
+    return any(_is_owned_spec(leaf) for leaf in leaves)
+
+
+def _is_owned_spec(value: object) -> bool:
+    if isinstance(value, DTensorSpec):
+        return has_owner(value)
+    return isinstance(value, list | tuple) and any(_is_owned_spec(item) for item in value)
+
+
+def propagate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) -> Any:
+    """The answer to the dispatcher for an op with owned operands: an ``OutputSharding``, which it caches, or the
+    op's result.
+    """
+    answer = _cacheable_answer(op, args, kwargs, info)
+    return execute(op, args, kwargs) if answer is None else answer
+
+
+def _cacheable_answer(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo
+) -> OutputSharding | None:
+    known = traits(op)
+    if (
+        known.is_list
+        or known.is_value
+        or known.is_random
+        or known.is_inplace_view
+        or op._schema.is_mutable
+        and len(op._schema.returns) != 1
+    ):
+        return None
+    schema = info.schema
+    assert schema is not None
+    if not _key_decides_outputs(op, args, kwargs, schema.schema_info):
+        return None
+    found = list(operands(op, args, kwargs))
+    alignment = align(op, [Operand(tensor._spec, written) for tensor, written in found])
+    if alignment.moves or not all(is_whole(tensor, alignment.owners) for tensor, _ in found):
+        return None
+    try:
+        metas = output_metadata(op, args, kwargs)
+    except ValueDependentError:
+        return None
+    outputs = [metas] if isinstance(metas, OutputMeta) else list(metas or ())
+    if not outputs or not all(isinstance(meta, OutputMeta) for meta in outputs):
+        return None
+    mesh = found[0][0].device_mesh
+    specs = [output_spec(meta.tensor_meta, mesh, alignment.owners) for meta in outputs]  # type: ignore[union-attr]
+    answer: Any = specs[0] if isinstance(metas, OutputMeta) else tuple(specs)
+    if known.aliased_returns == (0,):
+        answer = args[0]._spec  # in-place: the argument is returned as it is
+    if holds(mesh, alignment.owners) or _runs_on_empties(op, found, outputs):  # type: ignore[arg-type]
+        return OutputSharding(answer)
+    kind = None if isinstance(metas, OutputMeta) else type(metas)
+    return SkippedOutputSharding(answer, schema, outputs, kind)  # type: ignore[arg-type]
+
+
+def _key_decides_outputs(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], info: RuntimeSchemaInfo | None
+) -> bool:
+    """Whether equal cache keys mean equal output metadata.
+
+    The key holds tensor metadata, and of the other arguments those that ``info`` names. An argument outside the
+    key is harmless only if it is a real number beside floating-point tensors: no shape and no dtype depends on it.
+    """
+    static_from = 100 if info is None else info.static_argnum
+    static_names = () if info is None or info.static_kwargkey is None else info.static_kwargkey
+    outside = [value for position, value in enumerate(args) if position < static_from]
+    outside += [value for name, value in kwargs.items() if name not in static_names]
+    floating = all(tensor.is_floating_point() for tensor, _ in operands(op, args, kwargs))
+    return all(_is_tensor_like(value) or (floating and type(value) in (int, float)) for value in outside)
+
+
+def _is_tensor_like(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(item, Tensor) for item in value)
+    return isinstance(value, Tensor)
+
+
+def _runs_on_empties(op: OpOverload, found: Sequence[tuple[DTensor, bool]], outputs: Sequence[OutputMeta]) -> bool:
+    """Whether a rank without data may run the op itself on its empty tensors and get the right empty outputs.
+
+    That is the cheapest way to skip: the dispatcher never enters Python.
+    """
+    if torch.Tag.pointwise not in op.tags and op not in _SHAPE_PRESERVING:
+        return False
+    if len(outputs) != 1:
+        return False
+    shape = outputs[0].shape
+    return all(
+        tensor.shape == shape and tensor._local_tensor.shape == empty_shape(shape)
+        if has_owner(tensor._spec)
+        else tensor.ndim == 0 and len(shape) > 0
+        for tensor, _ in found
+    )
+
+
+def skipped_results(info: OpInfo) -> Any:
+    """Local results of an op whose answer was :class:`SkippedOutputSharding`."""
+    assert isinstance(info.output_sharding, SkippedOutputSharding)
+    return info.output_sharding.make_outputs()
+
+
+def owners_present(args: tuple[Any, ...]) -> bool:
+    """Whether an argument, or an entry of a list argument, is an owned DTensor."""
+    for value in args:
+        if isinstance(value, DTensor):
+            if has_owner(value._spec):
+                return True
+        elif isinstance(value, list | tuple) and owners_present(tuple(value)):
+            return True
+    return False
+
+
+__all__ = [
+    "Owners",
+    "SkippedOutputSharding",
+    "has_owned_operand",
+    "owners_present",
+    "propagate",
+    "skipped_results",
+]
