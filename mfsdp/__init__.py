@@ -1,8 +1,21 @@
 """Fully sharded data parallelism for matrix optimizers: every weight matrix whole on one rank."""
 
-from mfsdp.dtensor import distribute_tensor, install
+from mfsdp import optim
+from mfsdp.comm_counter import CommCounter
+from mfsdp.dtensor import distribute_tensor
+from mfsdp.fsdp import fully_shard
 from mfsdp.placements import OwnerShard, Tail
+from mfsdp.planning import MatrixShard, Role, ShardPlan, plan
 
-install()
-
-__all__ = ["OwnerShard", "Tail", "distribute_tensor"]
+__all__ = [
+    "CommCounter",
+    "MatrixShard",
+    "OwnerShard",
+    "Role",
+    "ShardPlan",
+    "Tail",
+    "distribute_tensor",
+    "fully_shard",
+    "optim",
+    "plan",
+]

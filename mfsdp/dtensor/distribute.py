@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from types import FunctionType
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +16,7 @@ from mfsdp.dtensor.specs import check_owners, empty_shape, replace_placements
 from mfsdp.placements import OwnerShard, owner_dims
 
 
-def _copy_of(function: FunctionType) -> FunctionType:
+def _copy_of(function: Any) -> FunctionType:
     copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

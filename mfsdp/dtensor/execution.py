@@ -197,6 +197,7 @@ def _propagated_specs(
     """Output specs by torch's propagation, checked on every rank not to touch the owner dimensions."""
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    assert info.schema is not None
     sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(info.schema)
     outputs = sharding.output_spec
     needed = [sharding.redistribute_schema.args_spec] if sharding.redistribute_schema is not None else []

@@ -25,7 +25,7 @@ from mfsdp.dtensor.alignment import Operand, align
 from mfsdp.dtensor.execution import execute, is_whole
 from mfsdp.dtensor.metadata import OutputMeta, ValueDependentError, output_metadata
 from mfsdp.dtensor.schema import operands, traits
-from mfsdp.dtensor.specs import Owners, empty_shape, has_owner, holds, output_spec
+from mfsdp.dtensor.specs import empty_shape, has_owner, holds, output_spec
 
 aten = torch.ops.aten
 
@@ -83,15 +83,10 @@ def _cacheable_answer(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo
 ) -> OutputSharding | None:
     known = traits(op)
-    if (
-        known.is_list
-        or known.is_value
-        or known.is_random
-        or known.is_inplace_view
-        or op._schema.is_mutable
-        and len(op._schema.returns) != 1
-    ):
+    if known.is_list or known.is_value or known.is_random or known.is_inplace_view:
         return None
+    if known.written_positions and known.aliased_returns != (0,):
+        return None  # it writes to something else than its first argument, or returns more than that
     schema = info.schema
     assert schema is not None
     if not _key_decides_outputs(op, args, kwargs, schema.schema_info):
@@ -158,12 +153,6 @@ def _runs_on_empties(op: OpOverload, found: Sequence[tuple[DTensor, bool]], outp
     )
 
 
-def skipped_results(info: OpInfo) -> Any:
-    """Local results of an op whose answer was :class:`SkippedOutputSharding`."""
-    assert isinstance(info.output_sharding, SkippedOutputSharding)
-    return info.output_sharding.make_outputs()
-
-
 def owners_present(args: tuple[Any, ...]) -> bool:
     """Whether an argument, or an entry of a list argument, is an owned DTensor."""
     for value in args:
@@ -173,13 +162,3 @@ def owners_present(args: tuple[Any, ...]) -> bool:
         elif isinstance(value, list | tuple) and owners_present(tuple(value)):
             return True
     return False
-
-
-__all__ = [
-    "Owners",
-    "SkippedOutputSharding",
-    "has_owned_operand",
-    "owners_present",
-    "propagate",
-    "skipped_results",
-]

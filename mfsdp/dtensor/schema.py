@@ -42,7 +42,7 @@ def traits(op: OpOverload) -> OpTraits:
     """The traits of ``op``."""
     schema = op._schema
     written = {
-        index: argument
+        index: argument.alias_info.before_set
         for index, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     }
@@ -50,12 +50,12 @@ def traits(op: OpOverload) -> OpTraits:
     for result in schema.returns:
         info = result.alias_info
         names = info.before_set if info is not None and info.is_write else set()
-        aliases.append(next((i for i, a in written.items() if a.alias_info.before_set & names), None))
+        aliases.append(next((index for index, own_names in written.items() if own_names & names), None))
     kinds = [str(result.type) for result in schema.returns]
     name = schema.name.split("::")[1]
     return OpTraits(
         written_positions=frozenset(written),
-        written_names=frozenset(argument.name for argument in written.values()),
+        written_names=frozenset(schema.arguments[index].name for index in written),
         aliased_returns=tuple(aliases),
         is_value=any("Tensor" not in kind for kind in kinds),
         is_view=schema._is_view_op(),

@@ -69,9 +69,9 @@ def install() -> None:
     _install_dispatch(DTensor._op_dispatcher)
     for module in (_redistribute, _dispatch, _api):
         module.redistribute_local_tensor = redistribute_local_tensor  # type: ignore[attr-defined]
-    _utils._compute_local_shape_and_global_offset = shapes.compute_local_shape_and_global_offset
+    _utils._compute_local_shape_and_global_offset = shapes.compute_local_shape_and_global_offset  # type: ignore[assignment]
     _api.compute_global_tensor_info = shapes.compute_global_tensor_info
-    _api._ToTorchTensor.backward = staticmethod(gradients.to_local_backward)  # type: ignore[method-assign, assignment]
+    _api._ToTorchTensor.backward = staticmethod(gradients.to_local_backward)  # type: ignore[method-assign]
     distribute.redirect_torch()
     _installed = True
 
@@ -94,8 +94,8 @@ def _install_dispatch(dispatcher: _dispatch.OpDispatcher) -> None:
             return info.output_sharding.make_outputs()
         return torch_local_results(op, args, info)
 
-    dispatcher._propagate_op_sharding_dispatch_slow_path = propagate_op  # type: ignore[method-assign]
-    dispatcher._dispatch_get_local_results_slow_path = local_results  # type: ignore[method-assign]
+    dispatcher._propagate_op_sharding_dispatch_slow_path = propagate_op  # type: ignore[method-assign, assignment]
+    dispatcher._dispatch_get_local_results_slow_path = local_results  # type: ignore[method-assign, assignment]
     for op, handler in dispatcher._custom_op_handlers.items():
         if op not in _METADATA_HANDLERS:
             dispatcher._custom_op_handlers[op] = _owner_aware(handler)
@@ -107,7 +107,8 @@ def _owner_aware(handler: Callable[..., object]) -> Callable[..., object]:
         if not owners_present(args):
             return handler(op, args, kwargs)
         if op is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
-            return lists.unscale_gradients(op, args, kwargs)
+            lists.unscale_gradients(op, args, kwargs)
+            return None
         return execute(op, args, kwargs)
 
     return handle

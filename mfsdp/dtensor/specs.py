@@ -20,10 +20,7 @@ Owners = tuple[Placement | None, ...]
 
 def has_owner(spec: DTensorSpec) -> bool:
     """Whether some mesh dimension of the spec is owner-placed."""
-    for placement in spec.placements:  # a loop: this runs on every redistribution of every DTensor
-        if is_owner(placement):
-            return True
-    return False
+    return any(is_owner(placement) for placement in spec.placements)
 
 
 def owners_of(placements: Sequence[Placement]) -> Owners:

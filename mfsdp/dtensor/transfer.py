@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -143,7 +143,7 @@ def reduce(value: Tensor, op: str, mesh: DeviceMesh, mesh_dim: int, owner: int) 
 def _reduce(value: Tensor, op: str, root: int, group_name: str) -> Tensor:
     """c10d's rooted reduce as a functional op: torch has no functional collective for it."""
     reduced = value.clone()
-    dist.reduce(reduced, op=REDUCE_OPS[op], group=_resolve_process_group(group_name), group_dst=root)
+    dist.reduce(reduced, op=REDUCE_OPS[op], group=_resolve_process_group(GroupName(group_name)), group_dst=root)
     return reduced
 
 
