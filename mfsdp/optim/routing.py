@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 from mfsdp.optim.adamw import AdamW
 from mfsdp.optim.muon import Muon
 from mfsdp.placements import OwnerShard
-from mfsdp.planning import Role
-from mfsdp.planning.parameters import list_parameters, of_model, unit_of_modules
-from mfsdp.planning.roles import roles_of
+from mfsdp.planning import Role, plan
 
 __all__ = ["RoutedOptimizer", "build_optimizer"]
 
@@ -157,11 +155,8 @@ def _with_foreach(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _roles_by_name(model: nn.Module) -> dict[str, Role]:
-    parameters = list_parameters(of_model(model))
-    unit_of_module = unit_of_modules(model)
-    units = [unit_of_module[parameter.names[0].rpartition(".")[0]] for parameter in parameters]
-    roles = roles_of(parameters, units, whole_model=True)
-    return {parameter.names[0]: role for parameter, role in zip(parameters, roles, strict=True)}
+    """Roles do not depend on the number of ranks, so that a plan for one tells them."""
+    return {name: entry.role for name, entry in plan(model, 1).entries.items()}
 
 
 def _is_matrix(param: Tensor, role: Role | None) -> bool:

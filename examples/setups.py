@@ -1,0 +1,96 @@
+"""The same model made ready by mfsdp, by PyTorch's FSDP2, and by PyTorch's DDP."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from gpt import GPT
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import mfsdp
+
+
+@dataclass
+class Setup:
+    """A model that is ready to train.
+
+    Attributes:
+        model: maps (tokens, targets) to the loss.
+        optimizers: all of them are to be stepped.
+        plan: who owns what; None for the baselines.
+    """
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    plan: mfsdp.ShardPlan | None = None
+
+
+def with_mfsdp(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
+    """This library: plan, shard block by block, one optimizer."""
+    plan = mfsdp.plan(model, mesh)
+    policy = mixed_precision(args)
+    for block in model.blocks:
+        mfsdp.fully_shard(block, mesh=mesh, plan=plan, mp_policy=policy)
+    mfsdp.fully_shard(model, mesh=mesh, plan=plan, mp_policy=policy)
+
+    optimizer = mfsdp.optim.build_optimizer(
+        model,
+        matrix=mfsdp.optim.Muon if args.optimizer == "muon" else mfsdp.optim.AdamW,
+        matrix_kwargs={"lr": args.lr},
+        other_kwargs={"lr": args.other_lr},
+    )
+    return Setup(model, [optimizer], plan)
+
+
+def with_fsdp2(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
+    """PyTorch's FSDP2, and its Muon, which gathers every matrix in every step."""
+    matrices = matrix_names(model, mesh)
+    policy = mixed_precision(args)
+    for block in model.blocks:
+        fsdp2_fully_shard(block, mesh=mesh, mp_policy=policy)
+    fsdp2_fully_shard(model, mesh=mesh, mp_policy=policy)
+    return Setup(model, torch_optimizers(model, matrices, args))
+
+
+def with_ddp(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
+    """PyTorch's DDP: everything on every rank, and every rank steps everything."""
+    optimizers = torch_optimizers(model, matrix_names(model, mesh), args)
+    return Setup(DistributedDataParallel(model), optimizers)
+
+
+SETUPS: dict[str, Callable[[GPT, DeviceMesh, argparse.Namespace], Setup]] = {
+    "mfsdp": with_mfsdp,
+    "fsdp2": with_fsdp2,
+    "ddp": with_ddp,
+}
+
+
+def mixed_precision(args: argparse.Namespace) -> MixedPrecisionPolicy:
+    """Compute in ``args.dtype``; reduce gradients in fp32."""
+    if args.dtype == "fp32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def matrix_names(model: nn.Module, mesh: DeviceMesh) -> set[str]:
+    """What the planner takes for a matrix; embeddings and the output head are none."""
+    entries = mfsdp.plan(model, mesh).entries
+    return {name for name, entry in entries.items() if entry.role is mfsdp.Role.MATRIX}
+
+
+def torch_optimizers(model: nn.Module, matrices: set[str], args: argparse.Namespace) -> list[Optimizer]:
+    """torch.optim.Muon (or AdamW) for the matrices, AdamW for everything else."""
+    named = list(model.named_parameters())
+    chosen = [param for name, param in named if name in matrices]
+    others = [param for name, param in named if name not in matrices]
+    if args.optimizer == "muon":
+        first: Optimizer = torch.optim.Muon(chosen, lr=args.lr)
+    else:
+        first = torch.optim.AdamW(chosen, lr=args.lr, foreach=True)
+    return [first, torch.optim.AdamW(others, lr=args.other_lr, foreach=True)]
