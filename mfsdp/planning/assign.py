@@ -1,9 +1,10 @@
 """Who owns what: a deterministic assignment of matrices and tails to ranks.
 
-Matrices are placed first, the one with most operations first, each on the rank with the least to do (longest
-processing time, LPT). That decides how many matrices of each size a rank gets. Matrices of equal cost are
-interchangeable, so which one goes where is then chosen so that the bytes of a unit lie with many owners,
-because a unit whose owners are even is gathered fastest.
+Matrices first. They are placed one by one, the one with most operations first, on the rank with the least to
+do (longest processing time, LPT); then a local search moves and swaps until nothing improves
+(:mod:`mfsdp.planning.improve`). That decides how many matrices of each size a rank gets. Matrices of equal
+cost are interchangeable, so which one goes where is then chosen so that the bytes of a unit lie with many
+owners, because a unit whose owners are even is gathered fastest.
 
 Tails follow, balancing bytes. The tails of a unit stay together on an owner that the unit has anyway, since
 every further owner costs one more message in each gather, unless this would make the heaviest rank heavier.
@@ -11,10 +12,15 @@ every further owner costs one more message in each gather, unless this would mak
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-__all__ = ["Item", "Ranks", "assign_matrices", "assign_tails"]
+from mfsdp.planning.bounds import lower_bound
+from mfsdp.planning.enumeration import Enumeration
+from mfsdp.planning.improve import Content, Search
+
+__all__ = ["Item", "Ranks", "assign"]
 
 _LOOKAHEAD = 16
 """How many candidates are compared for a matrix when a unit is spread; bounds the work for large models."""
@@ -22,14 +28,22 @@ _LOOKAHEAD = 16
 _TAIL_SHARE = 16
 """A unit's tails are split where they exceed 1/16 of a rank's mean bytes."""
 
+_SLACK = 1.05
+"""Without a cap of the user's, a rank may have 5% more bytes than the bound."""
 
-@dataclass(frozen=True, slots=True)
+
+_FEW_WAYS = 10_000
+"""Up to so many assignments in all, the best of them is found by going through them."""
+
+
+@dataclass(slots=True)
 class Item:
     """Something to place: its cost, and the unit it is gathered with."""
 
     flops: int
     nbytes: int
     unit: str
+    tail: bool = False
 
 
 @dataclass(slots=True)
@@ -49,50 +63,124 @@ class Ranks:
     def __len__(self) -> int:
         return len(self.flops)
 
-    def place(self, item: Item, rank: int) -> None:
-        """Account for ``item`` on ``rank``."""
-        self.flops[rank] += item.flops
-        self.nbytes[rank] += item.nbytes
-        self.join_unit(item, rank)
-
     def join_unit(self, item: Item, rank: int) -> None:
         """Note the bytes of ``item`` on ``rank`` as part of its unit."""
         held = self.units[item.unit]
         held[rank] = held.get(rank, 0) + item.nbytes
 
 
-def _counts_per_rank(
-    sizes: Iterable[tuple[tuple[int, int], int]], ranks: Ranks
-) -> dict[tuple[int, int], Counter[int]]:
-    """LPT over (flops, bytes) -> number of items: how many each rank gets. Updates the loads of ``ranks``."""
+def assign(items: Sequence[Item], ranks: Ranks, cap: int | None = None) -> list[int]:
+    """The owner of each of ``items``; ``ranks`` is updated.
+
+    Operations are balanced first, under the cap on bytes, and bytes second. Equal input gives equal output,
+    on every machine.
+
+    Args:
+        items: what to place.
+        ranks: what every rank has already.
+        cap: bytes that a rank should have at most; by default 5% above the larger of the mean and the largest
+            item. Where no assignment within the cap is found, the result exceeds it as little as was possible.
+    """
+    if cap is None:
+        cap = int(_SLACK * lower_bound([item.nbytes for item in items], ranks.nbytes).simple)
+    owners = [0] * len(items)
+    tails = [number for number, item in enumerate(items) if item.tail]
+    matrices = [number for number, item in enumerate(items) if not item.tail]
+    total = sum(ranks.nbytes) + sum(item.nbytes for item in items)
+    for number, owner in _assign_matrices(items, matrices, ranks, cap):
+        owners[number] = owner
+    for number, owner in _assign_tails(items, tails, ranks, total // (_TAIL_SHARE * len(ranks))):
+        owners[number] = owner
+    return owners
+
+
+def _longest_first(
+    sizes: Sequence[tuple[int, int]],
+    numbers: Sequence[int],
+    ranks: Ranks,
+    key: Callable[[int, int], tuple[int, int]],
+) -> Content:
+    """LPT by ``key(flops, bytes)`` over ``numbers[i]`` items of cost ``sizes[i]``, the largest first."""
     heap = [
-        (flops, nbytes, rank)
-        for rank, (flops, nbytes) in enumerate(zip(ranks.flops, ranks.nbytes, strict=True))
+        (*key(flops, nbytes), rank) for rank, (flops, nbytes) in enumerate(zip(ranks.flops, ranks.nbytes, strict=True))
     ]
     heapq.heapify(heap)
-    counts: dict[tuple[int, int], Counter[int]] = {}
-    for (flops, nbytes), number in sizes:
-        counter = counts[flops, nbytes] = Counter()
-        for _ in range(number):
-            load, held, rank = heap[0]
-            counter[rank] += 1
-            heapq.heapreplace(heap, (load + flops, held + nbytes, rank))
-    for flops, nbytes, rank in heap:
-        ranks.flops[rank], ranks.nbytes[rank] = flops, nbytes
-    return counts
+    counts: list[Counter[int]] = [Counter() for _ in heap]
+    order = sorted(range(len(sizes)), key=lambda size: key(*sizes[size]), reverse=True)
+    for size in order:
+        first, second = key(*sizes[size])
+        for _ in range(numbers[size]):
+            load, other, rank = heap[0]
+            counts[rank][size] += 1
+            heapq.heapreplace(heap, (load + first, other + second, rank))
+    flops, nbytes = [0] * len(heap), [0] * len(heap)
+    for load, other, rank in heap:
+        flops[rank], nbytes[rank] = key(load, other)  # ``key`` swaps or does not, so it is its own inverse
+    return Content(sizes, counts, flops, nbytes)
+
+
+def _flops_first(flops: int, nbytes: int) -> tuple[int, int]:
+    return flops, nbytes
+
+
+def _bytes_first(flops: int, nbytes: int) -> tuple[int, int]:
+    return nbytes, flops
+
+
+def _assign_matrices(items: Sequence[Item], matrices: Sequence[int], ranks: Ranks, cap: int) -> list[tuple[int, int]]:
+    classes: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for number in matrices:
+        classes[items[number].flops, items[number].nbytes].append(number)
+    sizes = sorted(classes, reverse=True)
+    numbers = [len(classes[size]) for size in sizes]
+    content = _best_content(sizes, numbers, ranks, cap)
+    ranks.flops, ranks.nbytes = content.flops, content.nbytes
+    wanted: list[dict[int, int]] = [{} for _ in sizes]
+    for rank, counter in enumerate(content.counts):
+        for size, count in counter.items():
+            wanted[size][rank] = count
+    return list(
+        chain.from_iterable(
+            _spread(items, classes[size], counts, ranks) for size, counts in zip(sizes, wanted, strict=True)
+        )
+    )
+
+
+def _best_content(sizes: Sequence[tuple[int, int]], numbers: Sequence[int], ranks: Ranks, cap: int) -> Content:
+    """The better of two searches: from the start that balances operations, and if need be from bytes.
+
+    Where there are few ways in all, they are enumerated.
+    """
+    each = [size for size, number in zip(sizes, numbers, strict=True) for _ in range(number)]
+    floors = (
+        lower_bound([flops for flops, _ in each], ranks.flops).value,
+        lower_bound([nbytes for _, nbytes in each], ranks.nbytes).value,
+    )
+    found: list[Content] = []
+    for start in (_flops_first, _bytes_first):
+        content = _longest_first(sizes, numbers, ranks, start)
+        Search(content, cap, floors).run()
+        found.append(content)
+        over, flops, _ = content.score(cap)
+        if not over and flops <= 1.01 * floors[0]:
+            return content
+    best = min(found, key=lambda content: content.score(cap))
+    if len(ranks) ** min(len(each), 64) <= _FEW_WAYS:
+        return Enumeration(best, ranks.flops, ranks.nbytes, cap).best()
+    return best
 
 
 def _spread(
-    items: Sequence[Item], numbers: Sequence[int], counter: Counter[int], ranks: Ranks
-) -> dict[int, int]:
-    """Give the equal ``items[number]`` to ranks, ``counter[rank]`` each, so that units are spread."""
+    items: Sequence[Item], numbers: Sequence[int], counts: dict[int, int], ranks: Ranks
+) -> list[tuple[int, int]]:
+    """Give the equal ``items[number]`` to ranks, ``counts[rank]`` each, so that units are spread."""
     slots: list[int] = []
-    left = dict(sorted(counter.items()))
+    left = counts
     while left:
         slots.extend(left)
         left = {rank: count - 1 for rank, count in left.items() if count > 1}
-    owners: dict[int, int] = {}
     slots.reverse()  # taken from the end
+    owners = []
     for number in numbers:
         held = ranks.units[items[number].unit]
         best, least = 0, -1
@@ -102,31 +190,17 @@ def _spread(
                 best, least = position, here
                 if not here:
                     break
-        owners[number] = slots.pop(best)
-        ranks.join_unit(items[number], owners[number])
+        owner = slots.pop(best)
+        owners.append((number, owner))
+        ranks.join_unit(items[number], owner)
     return owners
 
 
-def assign_matrices(items: Sequence[Item], ranks: Ranks) -> list[int]:
-    """The owner of each of ``items``; ``ranks`` is updated.
-
-    Operations are balanced first and bytes second. Equal input gives equal output, on every machine.
-    """
-    classes: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, item in enumerate(items):
-        classes[item.flops, item.nbytes].append(number)
-    sizes = sorted(((size, len(numbers)) for size, numbers in classes.items()), reverse=True)
-    owners: dict[int, int] = {}
-    for size, counter in _counts_per_rank(sizes, ranks).items():
-        owners |= _spread(items, classes[size], counter, ranks)
-    return [owners[number] for number in range(len(items))]
-
-
-def _bundles(items: Sequence[Item], limit: int) -> list[list[int]]:
-    """The tails of each unit together, in order, cut where they exceed ``limit`` bytes; largest first."""
+def _bundles(items: Sequence[Item], tails: Sequence[int], limit: int) -> list[tuple[int, list[int]]]:
+    """(bytes, tails) of each unit together, in order, cut where they exceed ``limit`` bytes; largest first."""
     of_unit: defaultdict[str, list[int]] = defaultdict(list)
-    for number, item in enumerate(items):
-        of_unit[item.unit].append(number)
+    for number in tails:
+        of_unit[items[number].unit].append(number)
     bundles: list[list[int]] = []
     sizes: list[int] = []
     for numbers in of_unit.values():
@@ -137,18 +211,15 @@ def _bundles(items: Sequence[Item], limit: int) -> list[list[int]]:
                 sizes.append(0)
             bundles[-1].append(number)
             sizes[-1] += nbytes
-    return [bundle for _, bundle in sorted(zip(sizes, bundles, strict=True), key=lambda pair: -pair[0])]
+    return sorted(zip(sizes, bundles, strict=True), key=lambda bundle: -bundle[0])
 
 
-def assign_tails(items: Sequence[Item], ranks: Ranks) -> list[int]:
-    """The owner of each of ``items``; ``ranks`` is updated. Bytes are balanced, units stay on few owners."""
-    total = sum(ranks.nbytes) + sum(item.nbytes for item in items)
+def _assign_tails(items: Sequence[Item], tails: Sequence[int], ranks: Ranks, limit: int) -> list[tuple[int, int]]:
     heaviest = max(ranks.nbytes)
     heap = [(nbytes, rank) for rank, nbytes in enumerate(ranks.nbytes)]
     heapq.heapify(heap)
-    owners = [0] * len(items)
-    for bundle in _bundles(items, total // (_TAIL_SHARE * len(ranks))):
-        size = sum(items[number].nbytes for number in bundle)
+    owners = []
+    for size, bundle in _bundles(items, tails, limit):
         while heap[0][0] != ranks.nbytes[heap[0][1]]:
             heapq.heappop(heap)  # an entry from before that rank got more
         present = ranks.units[items[bundle[0]].unit]
@@ -156,8 +227,10 @@ def assign_tails(items: Sequence[Item], ranks: Ranks) -> list[int]:
         if ranks.nbytes[owner] + size > heaviest:
             owner = heap[0][1]
         for number in bundle:
-            owners[number] = owner
-            ranks.place(items[number], owner)
+            owners.append((number, owner))
+            ranks.flops[owner] += items[number].flops
+            ranks.join_unit(items[number], owner)
+        ranks.nbytes[owner] += size
         heapq.heappush(heap, (ranks.nbytes[owner], owner))
         heaviest = max(heaviest, ranks.nbytes[owner])
     return owners

@@ -39,7 +39,7 @@ class Binding:
         return cls(
             (module, name.rpartition(".")[0])
             for parameter in parameters
-            for name, module in zip(parameter.names, parameter.modules, strict=False)
+            for name, module in zip(parameter.names, parameter.modules, strict=True)
         )
 
     def name_of(self, module: nn.Module, parameter_name: str) -> str | None:
@@ -72,8 +72,6 @@ def differences(
         if found.dtype != dtype:
             yield f"{name}: dtype {found.dtype} in the model, {dtype} in the plan"
         if set(names) != set(parameter.names):
-            yield (
-                f"{name}: tied to {list(parameter.names[1:])} in the model, to {list(names[1:])} in the plan"
-            )
+            yield (f"{name}: tied to {list(parameter.names[1:])} in the model, to {list(names[1:])} in the plan")
     for name in remaining:
         yield f"{name}: in the plan, not in the model"

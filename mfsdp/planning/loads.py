@@ -1,11 +1,12 @@
 """How much each rank has to keep and to do, and how even that is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mfsdp.planning.errors import PlanError
+from mfsdp.planning.records import MatrixShard, Role
 
-__all__ = ["Imbalance", "RankLoad", "imbalance_of"]
+__all__ = ["Imbalance", "RankLoad", "imbalance_of", "loads_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,23 @@ class Imbalance:
     resident_bytes: float
     step_flops: float
     matrices: float
+
+
+def loads_of(entries: Iterable[MatrixShard], world_size: int) -> tuple[RankLoad, ...]:
+    """What each of ``world_size`` ranks has of ``entries``."""
+    nbytes, flops, matrices = ([0] * world_size for _ in range(3))
+    for entry in entries:
+        if entry.owner is not None:
+            nbytes[entry.owner] += entry.resident_bytes
+            flops[entry.owner] += entry.step_flops
+            matrices[entry.owner] += entry.role is Role.MATRIX
+            continue
+        whole = entry.shape[0]
+        for rank, held in entry.held_by(world_size):
+            nbytes[rank] += entry.resident_bytes * held // whole
+            flops[rank] += entry.step_flops * held // whole
+            matrices[rank] += entry.role is Role.MATRIX
+    return tuple(map(RankLoad, nbytes, flops, matrices))
 
 
 def _max_over_mean(values: Sequence[int]) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -47,38 +48,50 @@ def list_parameters(named: Iterable[tuple[str, nn.Parameter, nn.Module]]) -> lis
         if owners.setdefault(name, parameter) is not parameter:
             raise PlanError(f"{name}: two different parameters have this name.")
         places.setdefault(id(parameter), []).append((name, parameter, module))
-    return [
-        NamedParameter(
-            names=tuple(dict.fromkeys(name for name, _, _ in group)),
-            parameter=group[0][1],
-            modules=tuple(module for _, _, module in group),
-        )
-        for group in places.values()
-    ]
+    found = []
+    for group in places.values():
+        modules = {name: module for name, _, module in reversed(group)}  # of equal names, the first counts
+        names = tuple(dict.fromkeys(name for name, _, _ in group))
+        found.append(NamedParameter(names, group[0][1], tuple(modules[name] for name in names)))
+    return found
 
 
 def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-def unit_of_modules(model: nn.Module) -> dict[str, str]:
+def unit_of_modules(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, str]:
     """Module name -> the name of its unit.
 
-    A unit is a child of an ``nn.ModuleList`` or ``nn.ModuleDict``, which is where models keep the blocks that
-    are passed to ``fully_shard`` one by one. A module belongs to the nearest unit around it (itself
-    included), and to the root unit ``""`` if there is none.
+    By default a unit is a child of an ``nn.ModuleList`` or ``nn.ModuleDict``, which is where models keep the
+    blocks that are passed to ``fully_shard`` one by one, and a module belongs to the nearest unit around it
+    (itself included), or to the root unit ``""`` if there is none.
+
+    Args:
+        model: the root module.
+        patterns: name patterns of the modules that are units, in place of the default; a module then belongs
+            to the outermost unit around it, as ``*`` also matches dots.
+
+    Raises:
+        PlanError: a pattern matches no module.
     """
     units: dict[str, str] = {}
     modules: dict[str, nn.Module] = {}
+    unused = dict.fromkeys(patterns or ())
     for name, module in model.named_modules(remove_duplicate=False):
         modules[name] = module
         parent = name.rpartition(".")[0]
-        if not name:
-            units[name] = ""
-        elif _is_container(modules[parent]):
-            units[name] = name
+        inherited = units[parent] if name else ""
+        matching = [pattern for pattern in patterns or () if fnmatchcase(name, pattern)]
+        for pattern in matching:
+            unused.pop(pattern, None)
+        if patterns is None:
+            starts = bool(name) and _is_container(modules[parent])
         else:
-            units[name] = units[parent]
+            starts = not inherited and bool(matching)
+        units[name] = name if starts else inherited
+    if unused:
+        raise PlanError(f"units: no module's name matches {', '.join(map(repr, unused))}.")
     return units
 
 

@@ -2,6 +2,9 @@
 
 The format is versioned as ``[major, minor]``. A minor version only adds fields that have a default, so every
 older minor version of the same major version loads.
+
+1.0: the first format.
+1.1: ``trainable``, ``split`` and ``parts`` of an entry.
 """
 
 import json
@@ -9,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from mfsdp.planning.dtypes import dtype_name, parse_dtype
 from mfsdp.planning.errors import PlanError
-from mfsdp.planning.records import MatrixShard, Role
+from mfsdp.planning.records import MatrixShard, Part, Role
+from mfsdp.planning.split import Split
 
 if TYPE_CHECKING:
     from mfsdp.planning.shard_plan import ShardPlan
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "dump", "load", "to_fields"]
 
 FORMAT = "mfsdp.ShardPlan"
-VERSION = (1, 0)
+VERSION = (1, 1)
 
 
 def to_fields(entry: MatrixShard) -> dict[str, Any]:
@@ -32,7 +36,27 @@ def to_fields(entry: MatrixShard) -> dict[str, Any]:
         "step_flops": entry.step_flops,
         "unit": entry.unit,
         "aliases": list(entry.aliases),
+        "trainable": entry.trainable,
+        "split": None if entry.split is None else _split_fields(entry.split),
+        "parts": [[part.owner, part.start, part.stop] for part in entry.parts],
     }
+
+
+def _split_fields(split: Split) -> dict[str, Any]:
+    return {
+        "stack": split.stack,
+        "rows": split.rows,
+        "columns": split.columns,
+        "blocks": list(split.blocks),
+        "dim": split.dim,
+    }
+
+
+def _split(fields: dict[str, Any] | None) -> Split | None:
+    if fields is None:
+        return None
+    blocks = tuple(fields["blocks"])
+    return Split(fields["stack"], fields["rows"], fields["columns"], blocks, fields["dim"])
 
 
 def _from_fields(fields: dict[str, Any]) -> MatrixShard:
@@ -46,6 +70,10 @@ def _from_fields(fields: dict[str, Any]) -> MatrixShard:
         step_flops=fields["step_flops"],
         unit=fields["unit"],
         aliases=tuple(fields["aliases"]),
+        # since version 1.1
+        trainable=fields.get("trainable", True),
+        split=_split(fields.get("split")),
+        parts=tuple(Part(owner, start, stop) for owner, start, stop in fields.get("parts", ())),
     )
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from mfsdp.planning import report, serialization
 from mfsdp.planning.binding import Binding, differences
 from mfsdp.planning.errors import PlanError
-from mfsdp.planning.loads import Imbalance, RankLoad, imbalance_of
+from mfsdp.planning.loads import Imbalance, RankLoad, imbalance_of, loads_of
 from mfsdp.planning.parameters import list_parameters, of_model
-from mfsdp.planning.records import MatrixShard, Role, rows_of_rank
+from mfsdp.planning.records import MatrixShard
 
 __all__ = ["ShardPlan"]
 
@@ -25,12 +25,13 @@ def _checked(entries: Mapping[str, MatrixShard], world_size: int) -> dict[str, s
     for name, entry in entries.items():
         if entry.name != name:
             raise PlanError(f"the entry under {name!r} is named {entry.name!r}; key and name must be equal.")
-        if entry.owner is not None and entry.owner >= world_size:
+        owner = max((part.owner for part in entry.parts), default=entry.owner)
+        if owner is not None and owner >= world_size:
             raise PlanError(
-                f"{name}: owner {entry.owner} is outside a mesh dimension of {world_size} ranks (0 to "
+                f"{name}: owner {owner} is outside a mesh dimension of {world_size} ranks (0 to "
                 f"{world_size - 1}). Plan again for this number of ranks."
             )
-        for alias in (name, *entry.aliases):
+        for alias in (name, *entry.aliases) if entry.aliases else (name,):
             if canonical.setdefault(alias, name) != name:
                 raise PlanError(f"{alias}: both {canonical[alias]} and {name} claim this name.")
     return canonical
@@ -83,21 +84,7 @@ class ShardPlan:
 
     @cached_property
     def _loads(self) -> tuple[RankLoad, ...]:
-        nbytes, flops, matrices = ([0] * self.world_size for _ in range(3))
-        for entry in self.entries.values():
-            if entry.owner is not None:
-                nbytes[entry.owner] += entry.resident_bytes
-                flops[entry.owner] += entry.step_flops
-                matrices[entry.owner] += entry.role is Role.MATRIX
-                continue
-            rows = entry.shape[0]
-            for rank in range(self.world_size):
-                held = rows_of_rank(rows, rank, self.world_size)
-                if not held:
-                    break
-                nbytes[rank] += entry.resident_bytes * held // rows
-                flops[rank] += entry.step_flops * held // rows
-        return tuple(map(RankLoad, nbytes, flops, matrices))
+        return loads_of(self.entries.values(), self.world_size)
 
     def loads(self) -> tuple[RankLoad, ...]:
         """What each rank keeps and does, by its coordinate on the last mesh dimension.
@@ -161,9 +148,7 @@ class ShardPlan:
         Raises:
             PlanError: some parameter differs from the plan in name, shape, dtype or tying; all are listed.
         """
-        planned = {
-            (entry.name, *entry.aliases): (entry.shape, entry.dtype) for entry in self.entries.values()
-        }
+        planned = {(entry.name, *entry.aliases): (entry.shape, entry.dtype) for entry in self.entries.values()}
         wrong = list(differences(planned, list_parameters(of_model(model))))
         if wrong:
             raise PlanError(
@@ -171,9 +156,7 @@ class ShardPlan:
                 + "\n  ".join(wrong)
                 + "\nPlan again with mfsdp.plan(model, mesh), or bind to the root of the planned model."
             )
-        return ShardPlan(
-            self.entries, self.world_size, self.replicas, self.cost_model, Binding.to_model(model)
-        )
+        return ShardPlan(self.entries, self.world_size, self.replicas, self.cost_model, Binding.to_model(model))
 
     def name_of(self, module: nn.Module, parameter_name: str) -> str | None:
         """The key in :attr:`entries` of the parameter that ``module`` itself registers as ``parameter_name``.

@@ -1,0 +1,70 @@
+"""What to tell a user whose cap on bytes per rank cannot be kept."""
+
+from collections.abc import Callable, Sequence
+
+from mfsdp.planning.errors import PlanError
+from mfsdp.planning.loads import RankLoad
+from mfsdp.planning.records import MatrixShard
+
+__all__ = ["check_cap"]
+
+_MOST_RANKS = 1 << 16
+
+
+def _named(entries: Sequence[MatrixShard]) -> str:
+    ordered = sorted(entries, key=lambda entry: -entry.resident_bytes)
+    names = ", ".join(f"{entry.name} ({entry.resident_bytes})" for entry in ordered[:3])
+    return names + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
+
+
+def _smallest_ranks(cap: int, world_size: int, most_bytes: Callable[[int], int]) -> int | None:
+    """The smallest number of ranks found for which the cap works; None if more ranks do not help."""
+    enough = world_size
+    while most_bytes(enough) > cap:
+        enough *= 2
+        if enough > _MOST_RANKS:
+            return None
+    least = enough // 2
+    while least + 1 < enough:
+        middle = (least + enough) // 2
+        if most_bytes(middle) > cap:
+            least = middle
+        else:
+            enough = middle
+    return enough
+
+
+def check_cap(
+    cap: int,
+    entries: Sequence[MatrixShard],
+    loads: Sequence[RankLoad],
+    most_bytes: Callable[[int], int],
+    *,
+    more_ranks: bool,
+) -> None:
+    """Raise if some rank has more than ``cap`` bytes.
+
+    Args:
+        cap: bytes that a rank may have.
+        entries: the plan's records.
+        loads: what each rank has under the plan.
+        most_bytes: number of ranks -> the most bytes a rank has, when bytes alone are balanced.
+        more_ranks: whether another number of ranks can be suggested.
+
+    Raises:
+        PlanError: names the parameters that do not fit, the smallest cap that works, and the smallest number
+            of ranks that does.
+    """
+    heaviest = max(range(len(loads)), key=lambda rank: loads[rank].resident_bytes)
+    if loads[heaviest].resident_bytes <= cap:
+        return
+    here = [entry for entry in entries if heaviest in dict(entry.held_by(len(loads)))]
+    alone = [entry for entry in here if entry.owner is not None and entry.resident_bytes > cap]
+    works = min(most_bytes(len(loads)), loads[heaviest].resident_bytes)
+    ranks = _smallest_ranks(cap, len(loads), most_bytes) if more_ranks else None
+    help_by_ranks = f", or at least {ranks} ranks for this cap" if ranks else "; more ranks alone do not help"
+    what = "too large by itself: " if alone else f"no room on rank {heaviest} for "
+    raise PlanError(
+        f"bytes_cap={cap}: {what}{_named(alone or here)} (bytes in brackets). The smallest cap that works on "
+        f"{len(loads)} ranks is {works}{help_by_ranks if more_ranks else ''}."
+    )
