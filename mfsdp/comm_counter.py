@@ -117,7 +117,7 @@ class CommCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)  # propagation of shapes: nothing moves
-        if types:
+        if any(kind is not Tensor for kind in types):  # `Tensor.data` passes Tensor itself
             # Other subclasses (DTensor) go first: what they call on their local tensors comes back here.
             return NotImplemented
         if isinstance(func, OpOverload) and func.namespace in _NAMESPACES:

@@ -45,3 +45,9 @@ def test_compute_is_not_counted_and_not_changed() -> None:
         found = torch.autograd.grad((x @ x).sum(), x)[0]
     assert torch.equal(found, expected)
     assert comm.collectives == 0
+
+
+def test_reading_data_is_no_matter_for_the_counter() -> None:
+    with CommCounter() as comm:
+        assert torch.equal(torch.ones(3).data, torch.ones(3))
+    assert comm.collectives == 0
