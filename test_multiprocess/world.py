@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+COLLECTIVE_TIMEOUT = timedelta(seconds=40)
 
 
 def _serve(rank: int, world_size: int, init_file: str, search_path: list[str], connection: Connection) -> None:
@@ -147,7 +147,7 @@ def worlds() -> Iterator[Worlds]:
     worlds.close()
 
 
-def on_ranks(*world_sizes: int, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test on every rank of a shared world, once for each of ``world_sizes``."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -163,6 +163,8 @@ def on_ranks(*world_sizes: int, timeout: float = 120.0) -> Callable[[Callable[..
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [*(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fixtures), *own]
         )
+        # marks may stand on either side of this decorator
+        test.pytestmark = [*getattr(function, "pytestmark", []), *test.pytestmark]  # type: ignore[attr-defined]
         test.__name__ = function.__name__
         test.__qualname__ = function.__qualname__
         test.__module__ = function.__module__

@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from mfsdp.dtensor import transfer
 from mfsdp.dtensor.layout import WireLayout
+from mfsdp.dtensor.shapes import torch_local_shape
 from mfsdp.dtensor.specs import (
     check_owners,
     dim_name,
@@ -168,27 +169,30 @@ def _steps(current: DTensorSpec, target: DTensorSpec) -> list[_Step]:
             if _is_shard(placement) and placement.dim == current.placements[dim].dim:  # type: ignore[attr-defined]
                 middle[other] = Replicate()
     if nested:
-        steps.append(lambda state: _plain(state, middle))
+        steps.append(_plain_step(middle))
     for dim in enter:
         steps.append(_enter_step(dim, pairs[dim][1]))
         middle[dim] = pairs[dim][1]
 
     after_plain = [old if is_owner(old) else new for old, new in zip(middle, target.placements, strict=True)]
-    before_plain: list[Placement] = list(middle)
     leave_steps: list[_Step] = []
     for dim in leave:
         new = pairs[dim][1]
         if _is_shard(new) and (not isinstance(new, Shard) or _shares_tensor_dim(new, dim, middle, target.placements)):
             new = Replicate()  # torch's code splits it correctly afterwards
         leave_steps.append(_leave_step(dim, new))
-        before_plain[dim] = new
     shrinks = _numel(current, after_plain) < _numel(current, middle)
     if shrinks:
-        steps += [lambda state: _plain(state, after_plain), *leave_steps]
+        steps += [_plain_step(after_plain), *leave_steps]
     else:
         steps += leave_steps
-    steps.append(lambda state: _plain(state, target.placements))
+    steps.append(_plain_step(target.placements))
     return steps
+
+
+def _plain_step(placements: Sequence[Placement]) -> _Step:
+    fixed = tuple(placements)
+    return lambda state: _plain(state, fixed)
 
 
 def _enter_step(mesh_dim: int, owner: Placement) -> _Step:
@@ -214,7 +218,11 @@ def _shares_tensor_dim(placement: Placement, mesh_dim: int, *states: Sequence[Pl
 
 
 def _numel(spec: DTensorSpec, placements: Sequence[Placement]) -> int:
-    return math.prod(_held_shape(replace_placements(spec, placements)))
+    """Elements of the largest shard: the same number on every rank, for decisions that all must take alike."""
+    plain = without_owners(replace_placements(spec, placements))
+    origin = [0] * plain.mesh.ndim
+    shape, _ = torch_local_shape(plain.shape, plain.mesh.shape, origin, plain.placements, skip_offset=True)
+    return math.prod(shape)
 
 
 def _held_shape(spec: DTensorSpec) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 from mfsdp.dtensor.specs import empty_shape
 from mfsdp.placements import is_owner, owner_dims
 
-_torch_local_shape = _utils._compute_local_shape_and_global_offset
+torch_local_shape = _utils._compute_local_shape_and_global_offset
 _torch_global_info = _utils.compute_global_tensor_info
 
 
@@ -31,7 +31,7 @@ def compute_local_shape_and_global_offset(
             offset = (*global_shape[:1], *(0 for _ in global_shape[1:]))
             return shape, () if skip_offset else offset
     # torch ignores a placement that it does not know, which is right on the owner's coordinate
-    return _torch_local_shape(global_shape, mesh_shape, my_coordinate, placements, skip_offset)  # type: ignore[arg-type]
+    return torch_local_shape(global_shape, mesh_shape, my_coordinate, placements, skip_offset)  # type: ignore[arg-type]
 
 
 def compute_global_tensor_info(
