@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["CommCounter", "CommTally"]
@@ -16,6 +17,8 @@ __all__ = ["CommCounter", "CommTally"]
 _NAMESPACES = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
 )
+# `tensor.data` names the tensor's own class among the subclasses it is dispatched for.
+_PLAIN = frozenset({Tensor, Parameter})
 _NOT_COMMUNICATION = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
 _KINDS = {
@@ -117,7 +120,7 @@ class CommCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)  # propagation of shapes: nothing moves
-        if any(kind is not Tensor for kind in types):  # `Tensor.data` passes Tensor itself
+        if not _PLAIN.issuperset(types):
             # Other subclasses (DTensor) go first: what they call on their local tensors comes back here.
             return NotImplemented
         if isinstance(func, OpOverload) and func.namespace in _NAMESPACES:

@@ -50,4 +50,5 @@ def test_compute_is_not_counted_and_not_changed() -> None:
 def test_reading_data_is_no_matter_for_the_counter() -> None:
     with CommCounter() as comm:
         assert torch.equal(torch.ones(3).data, torch.ones(3))
+        assert torch.equal(torch.nn.Parameter(torch.ones(3)).data, torch.ones(3))
     assert comm.collectives == 0
