@@ -147,15 +147,37 @@ def _assign_matrices(items: Sequence[Item], matrices: Sequence[int], ranks: Rank
 
 
 def _best_content(sizes: Sequence[tuple[int, int]], numbers: Sequence[int], ranks: Ranks, cap: int) -> Content:
-    """The better of two searches: from the start that balances operations, and if need be from bytes.
-
-    Where there are few ways in all, they are enumerated.
-    """
+    """The best assignment found; one within a higher cap, if none is found within ``cap``."""
     each = [size for size, number in zip(sizes, numbers, strict=True) for _ in range(number)]
     floors = (
         lower_bound([flops for flops, _ in each], ranks.flops).value,
         lower_bound([nbytes for _, nbytes in each], ranks.nbytes).value,
     )
+    found = _searched(sizes, numbers, ranks, cap, floors)
+    if found.score(cap)[0]:
+        bytes_only = Ranks([0] * len(ranks), ranks.nbytes)
+        content = _longest_first([(0, nbytes) for _, nbytes in sizes], numbers, bytes_only, _bytes_first)
+        Search(content, cap, (0.0, floors[1])).run()
+        least = min(max(content.nbytes), max(found.nbytes))
+        found = min(
+            found,
+            _searched(sizes, numbers, ranks, least, floors),
+            key=lambda content: content.score(least),
+        )
+        cap = least
+    if len(ranks) ** min(len(each), 64) <= _FEW_WAYS:
+        return Enumeration(found, ranks.flops, ranks.nbytes, cap).best()
+    return found
+
+
+def _searched(
+    sizes: Sequence[tuple[int, int]],
+    numbers: Sequence[int],
+    ranks: Ranks,
+    cap: int,
+    floors: tuple[float, float],
+) -> Content:
+    """The better of two searches: from the start that balances operations, and if need be from bytes."""
     found: list[Content] = []
     for start in (_flops_first, _bytes_first):
         content = _longest_first(sizes, numbers, ranks, start)
@@ -163,11 +185,8 @@ def _best_content(sizes: Sequence[tuple[int, int]], numbers: Sequence[int], rank
         found.append(content)
         over, flops, _ = content.score(cap)
         if not over and flops <= 1.01 * floors[0]:
-            return content
-    best = min(found, key=lambda content: content.score(cap))
-    if len(ranks) ** min(len(each), 64) <= _FEW_WAYS:
-        return Enumeration(best, ranks.flops, ranks.nbytes, cap).best()
-    return best
+            break
+    return min(found, key=lambda content: content.score(cap))
 
 
 def _spread(

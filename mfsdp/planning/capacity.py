@@ -11,9 +11,14 @@ __all__ = ["check_cap"]
 _MOST_RANKS = 1 << 16
 
 
-def _named(entries: Sequence[MatrixShard]) -> str:
-    ordered = sorted(entries, key=lambda entry: -entry.resident_bytes)
-    names = ", ".join(f"{entry.name} ({entry.resident_bytes})" for entry in ordered[:3])
+def _held_bytes(entry: MatrixShard, rank: int, ranks: int) -> int:
+    whole = max(1, entry.shape[0] if entry.shape else 1)
+    return entry.resident_bytes * dict(entry.held_by(ranks)).get(rank, 0) // whole
+
+
+def _named(held: dict[str, int]) -> str:
+    ordered = sorted(held.items(), key=lambda item: -item[1])
+    names = ", ".join(f"{name} ({nbytes})" for name, nbytes in ordered[:3])
     return names + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
@@ -58,8 +63,9 @@ def check_cap(
     heaviest = max(range(len(loads)), key=lambda rank: loads[rank].resident_bytes)
     if loads[heaviest].resident_bytes <= cap:
         return
-    here = [entry for entry in entries if heaviest in dict(entry.held_by(len(loads)))]
-    alone = [entry for entry in here if entry.owner is not None and entry.resident_bytes > cap]
+    held = {entry.name: _held_bytes(entry, heaviest, len(loads)) for entry in entries}
+    here = {name: nbytes for name, nbytes in held.items() if nbytes}
+    alone = {name: nbytes for name, nbytes in here.items() if nbytes > cap}
     works = min(most_bytes(len(loads)), loads[heaviest].resident_bytes)
     ranks = _smallest_ranks(cap, len(loads), most_bytes) if more_ranks else None
     help_by_ranks = f", or at least {ranks} ranks for this cap" if ranks else "; more ranks alone do not help"

@@ -38,16 +38,14 @@ Computations", 4th edition, section 8.3: tridiagonal QR with accumulation)."""
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes in which things are kept. None means: that of the parameter (or of its master copy).
+    """The dtypes in which things are kept beside the parameter, which has its own.
 
     Args:
-        parameter: dtype of the parameter itself, in place of the one that it has.
         master: dtype of a second copy, which the optimizer steps; None if there is none.
         gradient: dtype in which gradients are kept; by default the parameter's.
         state: dtype of the optimizer state; by default that of the master copy, or the parameter's.
     """
 
-    parameter: torch.dtype | None = None
     master: torch.dtype | None = None
     gradient: torch.dtype | None = None
     state: torch.dtype | None = None
@@ -64,15 +62,14 @@ class Precision:
 
     def kept_bytes(self, dtype: torch.dtype, trainable: bool) -> int:
         """Bytes per element of parameter, master copy and gradient."""
-        parameter = self.parameter or dtype
         if not trainable:
-            return parameter.itemsize
+            return dtype.itemsize
         master = self.master.itemsize if self.master else 0
-        return parameter.itemsize + master + (self.gradient or parameter).itemsize
+        return dtype.itemsize + master + (self.gradient or dtype).itemsize
 
     def state_size(self, dtype: torch.dtype) -> int:
         """Bytes per element of a state tensor."""
-        return (self.state or self.master or self.parameter or dtype).itemsize
+        return (self.state or self.master or dtype).itemsize
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
