@@ -24,7 +24,8 @@ def test_equality_is_by_kind_and_owner() -> None:
 
 def test_torch_sees_none_of_its_own_kinds() -> None:
     for placement in (OwnerShard(1), Tail(1)):
-        assert not (placement.is_shard() or placement.is_shard(0) or placement.is_replicate() or placement.is_partial())
+        asked = (placement.is_shard(), placement.is_shard(0), placement.is_replicate(), placement.is_partial())
+        assert not any(asked)
 
 
 @pytest.mark.parametrize("placement", [OwnerShard(3), Tail(2)])

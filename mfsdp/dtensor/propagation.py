@@ -123,10 +123,14 @@ def _key_decides_outputs(
     """
     static_from = 100 if info is None else info.static_argnum
     static_names = () if info is None or info.static_kwargkey is None else info.static_kwargkey
-    outside = [value for position, value in enumerate(args) if position < static_from]
-    outside += [value for name, value in kwargs.items() if name not in static_names]
+    types = {argument.name: str(argument.type) for argument in op._schema.arguments}
+    outside = [pair for position, pair in enumerate(zip(args, types.values(), strict=False)) if position < static_from]
+    outside += [(value, types[name]) for name, value in kwargs.items() if name not in static_names]
     floating = all(tensor.is_floating_point() for tensor, _ in operands(op, args, kwargs))
-    return all(_is_tensor_like(value) or (floating and type(value) in (int, float)) for value in outside)
+    return all(
+        _is_tensor_like(value) or (floating and kind == "number" and type(value) in (int, float))
+        for value, kind in outside
+    )
 
 
 def _is_tensor_like(value: Any) -> bool:
