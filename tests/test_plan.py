@@ -233,9 +233,7 @@ w: owner 2 is outside a mesh dimension of 2 ranks (0 to 1). Plan again for this 
     def test_entry_that_contradicts_itself(self) -> None:
         with pytest.raises(PlanError) as caught:
             MatrixShard("w", Role.ROWS, 0, (3, 3), torch.float32, 1, 1, "")
-        self.assertExpectedInline(
-            wrapped(caught.value), """w: ROWS belong to all ranks; owner must be None, not 0."""
-        )
+        self.assertExpectedInline(wrapped(caught.value), """w: ROWS belong to all ranks; owner must be None, not 0.""")
         with pytest.raises(PlanError) as caught:
             MatrixShard("w", Role.MATRIX, None, (3, 3), torch.float32, 1, 1, "")
         self.assertExpectedInline(
@@ -553,9 +551,7 @@ class TestValue:
         assert len(hashes) == len(changes) + 3
 
     def test_the_same_in_every_process(self) -> None:
-        program = (
-            "from tests.test_plan import gpt, plan; made = plan(gpt(3, tied=True), 3); print(made.hash())"
-        )
+        program = "from tests.test_plan import gpt, plan; made = plan(gpt(3, tied=True), 3); print(made.hash())"
         found = {
             subprocess.run(
                 [sys.executable, "-c", program],

@@ -8,13 +8,6 @@ from mfsdp.planning.records import MatrixShard
 
 __all__ = ["check_cap"]
 
-_MOST_RANKS = 1 << 16
-
-
-def _held_bytes(entry: MatrixShard, rank: int, ranks: int) -> int:
-    whole = max(1, entry.shape[0] if entry.shape else 1)
-    return entry.resident_bytes * dict(entry.held_by(ranks)).get(rank, 0) // whole
-
 
 def _named(held: dict[str, int]) -> str:
     ordered = sorted(held.items(), key=lambda item: -item[1])
@@ -23,13 +16,13 @@ def _named(held: dict[str, int]) -> str:
 
 
 def _smallest_ranks(cap: int, world_size: int, most_bytes: Callable[[int], int]) -> int | None:
-    """The smallest number of ranks found for which the cap works; None if more ranks do not help."""
-    enough = world_size
+    """The smallest number of ranks found for which the cap works; None if 64 times as many do not help."""
+    enough = 2 * world_size
     while most_bytes(enough) > cap:
         enough *= 2
-        if enough > _MOST_RANKS:
+        if enough > 64 * world_size:
             return None
-    least = enough // 2
+    least = max(world_size, enough // 2)
     while least + 1 < enough:
         middle = (least + enough) // 2
         if most_bytes(middle) > cap:
@@ -63,14 +56,16 @@ def check_cap(
     heaviest = max(range(len(loads)), key=lambda rank: loads[rank].resident_bytes)
     if loads[heaviest].resident_bytes <= cap:
         return
-    held = {entry.name: _held_bytes(entry, heaviest, len(loads)) for entry in entries}
+    alone = {
+        entry.name: entry.resident_bytes for entry in entries if entry.owner is not None and entry.resident_bytes > cap
+    }
+    held = {entry.name: dict(entry.divide(entry.resident_bytes, len(loads))).get(heaviest, 0) for entry in entries}
     here = {name: nbytes for name, nbytes in held.items() if nbytes}
-    alone = {name: nbytes for name, nbytes in here.items() if nbytes > cap}
     works = min(most_bytes(len(loads)), loads[heaviest].resident_bytes)
-    ranks = _smallest_ranks(cap, len(loads), most_bytes) if more_ranks else None
-    help_by_ranks = f", or at least {ranks} ranks for this cap" if ranks else "; more ranks alone do not help"
     what = "too large by itself: " if alone else f"no room on rank {heaviest} for "
-    raise PlanError(
+    message = (
         f"bytes_cap={cap}: {what}{_named(alone or here)} (bytes in brackets). The smallest cap that works on "
-        f"{len(loads)} ranks is {works}{help_by_ranks if more_ranks else ''}."
+        f"{len(loads)} ranks is {works}"
     )
+    ranks = _smallest_ranks(cap, len(loads), most_bytes) if more_ranks and not alone else None
+    raise PlanError(f"{message}, or at least {ranks} ranks for this cap." if ranks else f"{message}.")

@@ -49,12 +49,11 @@ def step_peaks(plan: ShardPlan, cost_model: CostModel) -> list[int]:
     elementwise = [0] * plan.world_size
     for entry in plan.entries.values():
         transient = cost_model.transient_bytes(entry.spec)
-        whole = max(1, entry.shape[0] if entry.shape else 1)
-        for rank, count in entry.held_by(plan.world_size):
+        for rank, part in entry.divide(transient, plan.world_size):
             if entry.role is Role.MATRIX:
                 matrix[rank] = max(matrix[rank], transient)
             else:
-                elementwise[rank] += transient * count // whole
+                elementwise[rank] += part
     transients = map(max, matrix, elementwise)
     return [load.resident_bytes + more for load, more in zip(plan.loads(), transients, strict=True)]
 
@@ -142,7 +141,6 @@ def _kept(plan: ShardPlan, cost_model: CostModel) -> list[int]:
     found = [0] * plan.world_size
     for entry in plan.entries.values():
         gradient = (precision.gradient or entry.dtype).itemsize if entry.trainable else 0
-        whole = max(1, entry.shape[0] if entry.shape else 1)
-        for rank, count in entry.held_by(plan.world_size):
-            found[rank] += entry.numel * (entry.dtype.itemsize + gradient) * count // whole
+        for rank, part in entry.divide(entry.numel * (entry.dtype.itemsize + gradient), plan.world_size):
+            found[rank] += part
     return found

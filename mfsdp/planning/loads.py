@@ -56,11 +56,11 @@ def loads_of(entries: Iterable[MatrixShard], world_size: int) -> tuple[RankLoad,
             flops[entry.owner] += entry.step_flops
             matrices[entry.owner] += entry.role is Role.MATRIX
             continue
-        whole = entry.shape[0]
-        for rank, held in entry.held_by(world_size):
-            nbytes[rank] += entry.resident_bytes * held // whole
-            flops[rank] += entry.step_flops * held // whole
+        for rank, part in entry.divide(entry.resident_bytes, world_size):
+            nbytes[rank] += part
             matrices[rank] += entry.role is Role.MATRIX
+        for rank, part in entry.divide(entry.step_flops, world_size):
+            flops[rank] += part
     return tuple(map(RankLoad, nbytes, flops, matrices))
 
 

@@ -51,10 +51,10 @@ def _kind(entry: MatrixShard) -> str:
 
 def _blocks(plan: ShardPlan) -> Iterator[_Block]:
     for entry in plan.entries.values():
-        whole = max(1, entry.shape[0] if entry.shape else 1)
-        for rank, count in entry.held_by(plan.world_size):
-            flops, nbytes = entry.step_flops * count // whole, entry.resident_bytes * count // whole
-            yield _Block(rank, _kind(entry), entry.name, flops, nbytes)
+        flops = entry.divide(entry.step_flops, plan.world_size)
+        nbytes = entry.divide(entry.resident_bytes, plan.world_size)
+        for (rank, operations), (_, held) in zip(flops, nbytes, strict=True):
+            yield _Block(rank, _kind(entry), entry.name, operations, held)
 
 
 def _colours(plan: ShardPlan) -> dict[str, str]:

@@ -194,17 +194,18 @@ class MatrixShard:
             self.split,
         )
 
-    def held_by(self, world_size: int) -> list[tuple[int, int]]:
-        """(rank, how many indices of dimension 0 it holds) for every rank that holds some of it.
+    def divide(self, amount: int, world_size: int) -> list[tuple[int, int]]:
+        """(rank, its part) of an ``amount`` that is proportional to what ranks hold, rounded down.
 
-        Raises no error for a 0-d parameter, which counts as one index.
+        Only ranks that hold some of the parameter are listed; a parameter without elements is nobody's.
         """
         if self.owner is not None:
-            return [(self.owner, self.shape[0] if self.shape else 1)]
+            return [(self.owner, amount)]
+        whole = self.shape[0]
         if self.parts:
-            return [(part.owner, len(part)) for part in self.parts]
-        shares = ((rank, rows_of_rank(self.shape[0], rank, world_size)) for rank in range(world_size))
-        return [(rank, rows) for rank, rows in shares if rows]
+            return [(part.owner, amount * len(part) // whole) for part in self.parts]
+        rows = ((rank, rows_of_rank(whole, rank, world_size)) for rank in range(world_size))
+        return [(rank, amount * held // whole) for rank, held in rows if held]
 
 
 def rows_of_rank(rows: int, rank: int, world_size: int) -> int:

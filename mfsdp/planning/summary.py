@@ -172,10 +172,9 @@ class Summary:
         """The estimated time of the optimizer step, per rank."""
         seconds = [0.0] * self.plan.world_size
         for entry in self.plan.entries.values():
-            whole = max(1, entry.shape[0] if entry.shape else 1)
-            took = rates.seconds(entry.spec, entry.step_flops)
-            for rank, count in entry.held_by(self.plan.world_size):
-                seconds[rank] += took * count / whole
+            nanoseconds = round(rates.seconds(entry.spec, entry.step_flops) * 1e9)
+            for rank, part in entry.divide(nanoseconds, self.plan.world_size):
+                seconds[rank] += part / 1e9
         return seconds
 
     def json(self) -> dict[str, Any]:

@@ -54,9 +54,8 @@ def unit_traffic(plan: ShardPlan, precision: Precision | None = None) -> list[Un
         reduce[entry.unit] += entry.numel * gradient
         if entry.role is Role.ROWS:
             continue
-        whole = max(1, entry.shape[0] if entry.shape else 1)
-        for rank, count in entry.held_by(plan.world_size):
-            held[entry.unit][rank] += entry.numel * parameter * count // whole
+        for rank, part in entry.divide(entry.numel * parameter, plan.world_size):
+            held[entry.unit][rank] += part
     found = []
     for unit in gather:
         owned = held[unit].values()
@@ -76,7 +75,6 @@ def replica_bytes(plan: ShardPlan, precision: Precision | None = None) -> list[i
         return found
     for entry in plan.entries.values():
         _, gradient = _itemsizes(entry, precision)
-        whole = max(1, entry.shape[0] if entry.shape else 1)
-        for rank, count in entry.held_by(plan.world_size):
-            found[rank] += entry.numel * gradient * count // whole
+        for rank, part in entry.divide(entry.numel * gradient, plan.world_size):
+            found[rank] += part
     return found
