@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
 from torch.distributed.utils import _get_root_modules
 
 from mfsdp.fsdp import checks
-from mfsdp.fsdp.managed import ManagedParameter, commit_loads, find_entries, managed_parameters, plan_call
+from mfsdp.fsdp.managed import ManagedParameter, commit_loads, find_entries, find_parameters, plan_call
 from mfsdp.fsdp.param_group import OwnerParamGroup
 from mfsdp.planning import PlanError, Role, ShardPlan
 
@@ -137,13 +137,13 @@ def _plan_and_check(
 ) -> list[ManagedParameter]:
     """What the plan says about each parameter of this call, if all ranks find nothing wrong with it."""
     checks.check_modules(modules, findings)
-    found = list(managed_parameters(modules, ignored))
+    found = list(find_parameters(modules, ignored))
     checks.check_dtypes(found, findings)
     managed: list[ManagedParameter] = []
     used = plan
     if used is None and not findings.errors:
         try:
-            used = plan_call(modules, found, mesh)
+            used = plan_call(found, mesh)
         except PlanError as error:
             findings.add(error)
     if used is not None:

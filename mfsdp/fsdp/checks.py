@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from mfsdp.fsdp.managed import ManagedParameter
+from mfsdp.fsdp.managed import FoundParameter, ManagedParameter
 from mfsdp.planning import Role, ShardPlan
 
 __all__ = [
@@ -111,20 +111,20 @@ def check_modules(modules: Sequence[nn.Module], findings: Findings) -> None:
             )
 
 
-def check_dtypes(found: Sequence[tuple[nn.Module, str, nn.Parameter]], findings: Findings) -> None:
+def check_dtypes(found: Sequence[FoundParameter], findings: Findings) -> None:
     """Refuse parameters that no gradient, and so no optimizer, can reach."""
-    for module, attribute, parameter in found:
-        if not parameter.dtype.is_floating_point:
+    for place in found:
+        if not place.parameter.dtype.is_floating_point:
             findings.add(
                 ValueError(
-                    f"{attribute} of {type(module).__name__} is a parameter of dtype {parameter.dtype}; "
-                    "fully_shard takes real floating-point parameters only. Register it as a buffer, "
-                    "convert it, or pass it in ignored_params."
+                    f"{place.name}: a parameter of dtype {place.parameter.dtype}; fully_shard takes real "
+                    "floating-point parameters only. Register it as a buffer, convert it, or pass it in "
+                    "ignored_params."
                 )
             )
 
 
-def check_plan(plan: ShardPlan, mesh: DeviceMesh, unknown: Sequence[str], findings: Findings) -> None:
+def check_plan(plan: ShardPlan, mesh: DeviceMesh, unknown: Sequence[FoundParameter], findings: Findings) -> None:
     """Refuse a plan for another number of ranks or another model."""
     owners = mesh.size(-1)
     if plan.world_size != owners:
@@ -194,9 +194,7 @@ class _Report:
     unit: tuple[tuple[str, ...], ...]
 
 
-def agree(
-    mesh: DeviceMesh, plan: ShardPlan | None, managed: Sequence[ManagedParameter], findings: Findings
-) -> None:
+def agree(mesh: DeviceMesh, plan: ShardPlan | None, managed: Sequence[ManagedParameter], findings: Findings) -> None:
     """Raise on every rank if any rank has findings, or if ranks do not agree on what to shard how.
 
     One small exchange over all ranks of the mesh, replicas included.
@@ -265,11 +263,14 @@ def _raise_plan_difference(mesh: DeviceMesh, plan: ShardPlan) -> None:
 def _unit_difference(
     first: tuple[tuple[str, ...], ...], other: tuple[tuple[str, ...], ...], mesh: DeviceMesh, rank: int
 ) -> str:
-    pair = f"ranks {_global_rank(mesh, 0)} and {_global_rank(mesh, rank)}"
+    pair = f"ranks {_global_rank(mesh, 0)} and {_global_rank(mesh, rank)} do not shard the same"
     remedy = "Every rank must call fully_shard on the same modules of the same model, in the same order."
     for mine, theirs in zip(first, other, strict=False):
+        if mine[0] != theirs[0]:
+            return f"{pair}: {mine[0]} on one, {theirs[0]} on the other. {remedy}"
         if mine != theirs:
-            shards = f"{', '.join(mine)} on one, {', '.join(theirs)} on the other"
-            return f"{pair} do not shard the same: {shards}. {remedy}"
+            differing = [(a, b) for a, b in zip(mine, theirs, strict=True) if a != b]
+            here, there = (", ".join(side) for side in zip(*differing, strict=True))
+            return f"{pair}: {mine[0]} has {here} on one, {there} on the other. {remedy}"
     extra = max(first, other, key=len)[min(len(first), len(other))]
-    return f"{pair} do not shard the same: {extra[0]} is there on one of them only. {remedy}"
+    return f"{pair}: {extra[0]} is there on one of them only. {remedy}"

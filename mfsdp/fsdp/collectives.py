@@ -165,9 +165,7 @@ class BroadcastGather(Gather):
             return Pending(what, [])
 
         def start_one(piece: Piece) -> Callable[[], dist.Work]:
-            return lambda: dist.broadcast(
-                piece.flat, src=ranks.ranks[piece.owner], group=ranks.group, async_op=True
-            )
+            return lambda: dist.broadcast(piece.flat, src=ranks.ranks[piece.owner], group=ranks.group, async_op=True)
 
         starts = [start_one(piece) for piece in pieces]
         return Pending(what, _start_each(ranks.group, pieces[0].flat.device, starts))

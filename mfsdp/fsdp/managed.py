@@ -12,15 +12,39 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_managed_modules
 from mfsdp.placements import OwnerShard, Tail
 from mfsdp.planning import MatrixShard, RankLoad, Role, ShardPlan, plan_parameters
 
-__all__ = ["ManagedParameter", "find_entries", "managed_parameters", "plan_call"]
+__all__ = [
+    "FoundParameter",
+    "ManagedParameter",
+    "commit_loads",
+    "find_entries",
+    "find_parameters",
+    "plan_call",
+]
+
+
+@dataclass(frozen=True)
+class FoundParameter:
+    """A place where a parameter of the unit is registered.
+
+    Args:
+        name: its name below the module (or modules) that is sharded.
+        module: the module that registers it.
+        attribute: as what.
+        parameter: the parameter as it is before sharding.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    parameter: nn.Parameter
 
 
 @dataclass(frozen=True)
 class ManagedParameter:
-    """A parameter of the unit.
+    """A parameter of the unit, with what the plan says about it.
 
     Args:
-        name: its name: in the planned model, or, without a plan, in the module that is sharded.
+        name: its name: in the planned model, or, without a plan, below the module that is sharded.
         parameter: the parameter as it is before sharding.
         module: the module that registers it first.
         entry: the plan's record for it.
@@ -39,18 +63,18 @@ class ManagedParameter:
         return (OwnerShard if self.entry.role is Role.MATRIX else Tail)(self.entry.owner)
 
 
-def managed_parameters(
-    modules: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter]
-) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """(module, attribute, parameter) that one call on ``modules`` manages, in the order of FSDP2.
+def find_parameters(modules: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter]) -> Iterator[FoundParameter]:
+    """What one call on ``modules`` manages, in the order of FSDP2.
 
-    Those of a nested ``fully_shard`` module and ``ignored`` ones are left out; a tied parameter comes once
-    for every place where it is registered.
+    Parameters of a nested ``fully_shard`` module and ``ignored`` ones are left out; a tied parameter comes
+    once for every place where it is registered.
     """
+    names = _module_names(modules)
     for module in _get_managed_modules(tuple(modules)):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in ignored:
-                yield module, attribute, parameter
+                name = f"{names[module]}.{attribute}" if names[module] else attribute
+                yield FoundParameter(name, module, attribute, parameter)
 
 
 def _module_names(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
@@ -58,7 +82,7 @@ def _module_names(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     names: dict[nn.Module, str] = {}
     for position, root in enumerate(modules):
         prefix = f"{position}" if len(modules) > 1 else ""
-        for module, name in ((module, name) for name, module in root.named_modules(prefix=prefix)):
+        for name, module in root.named_modules(prefix=prefix):
             names.setdefault(module, name)
     return names
 
@@ -67,22 +91,16 @@ def _module_names(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
 _loads: WeakKeyDictionary[DeviceMesh, tuple[RankLoad, ...]] = WeakKeyDictionary()
 
 
-def plan_call(
-    modules: Sequence[nn.Module],
-    found: Sequence[tuple[nn.Module, str, nn.Parameter]],
-    mesh: DeviceMesh,
-) -> ShardPlan:
+def plan_call(found: Sequence[FoundParameter], mesh: DeviceMesh) -> ShardPlan:
     """A plan for one call that was given none, continuing from earlier such calls on the mesh.
 
-    The new loads count only once :func:`commit_loads` is called.
+    The new loads count once :func:`commit_loads` is called.
+
+    Raises:
+        PlanError: a parameter that cannot be planned.
     """
-    names = _module_names(modules)
-    named = [
-        (f"{names[module]}.{attribute}" if names[module] else attribute, parameter, module)
-        for module, attribute, parameter in found
-    ]
     return plan_parameters(
-        named,
+        [(place.name, place.parameter, place.module) for place in found],
         mesh.size(-1),
         replicas=mesh.size(0) if mesh.ndim == 2 else 1,
         initial_loads=_loads.get(mesh),
@@ -96,17 +114,17 @@ def commit_loads(mesh: DeviceMesh, plan: ShardPlan) -> None:
 
 
 def find_entries(
-    found: Sequence[tuple[nn.Module, str, nn.Parameter]], plan: ShardPlan
-) -> tuple[list[ManagedParameter], list[str]]:
-    """Look every parameter up in ``plan``: those that it knows, once each, and descriptions of the others."""
+    found: Sequence[FoundParameter], plan: ShardPlan
+) -> tuple[list[ManagedParameter], list[FoundParameter]]:
+    """Look every parameter up in ``plan``: those that it knows, once each, and the others."""
     known: dict[nn.Parameter, ManagedParameter] = {}
-    unknown: list[str] = []
-    for module, attribute, parameter in found:
-        if parameter in known:
+    unknown: list[FoundParameter] = []
+    for place in found:
+        if place.parameter in known:
             continue
-        name = plan.name_of(module, attribute)
+        name = plan.name_of(place.module, place.attribute)
         if name is None:
-            unknown.append(f"{attribute} of {type(module).__name__}")
+            unknown.append(place)
         else:
-            known[parameter] = ManagedParameter(name, parameter, module, plan.entries[name])
+            known[place.parameter] = ManagedParameter(name, place.parameter, place.module, plan.entries[name])
     return list(known.values()), unknown

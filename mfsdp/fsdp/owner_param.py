@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import (
     _get_orig_param_uid,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from mfsdp.dtensor import local_tensor
@@ -57,9 +58,7 @@ class OwnerParam(FSDPParam):
         self.name = managed.name
         self._resident = resident
         self._empty_grad: DTensor | None = None
-        super().__init__(
-            managed.parameter, module_info, mesh_info, None, device, None, mp_policy, OffloadPolicy()
-        )
+        super().__init__(managed.parameter, module_info, mesh_info, None, device, None, mp_policy, OffloadPolicy())
 
     @torch.no_grad()
     def _init_sharded_param(  # type: ignore[override]
@@ -73,15 +72,13 @@ class OwnerParam(FSDPParam):
         self._orig_size = param.size()
         self._contiguous_orig_stride = make_contiguous_strides_for(self._orig_size)
         self.sharded_size = local.size()
-        sharded = DTensor.from_local(
-            local,
+        self._sharding_spec = DTensorSpec(
             mesh_info.mesh,
             self._resident.placements,
-            run_check=False,
-            shape=self._orig_size,
-            stride=self._contiguous_orig_stride,
+            tensor_meta=TensorMeta(self._orig_size, self._contiguous_orig_stride, local.dtype),
         )
-        self._sharding_spec = sharded._spec
+        # not DTensor.from_local, which takes the shape () of a 0-d tensor for none at all
+        sharded = _from_local_no_grad(local, self._sharding_spec)
         self.sharded_param = nn.Parameter(sharded, requires_grad=param.requires_grad)
         self._setattr_on_modules(self.sharded_param)
         self.sharded_state = ShardedState.SHARDED

@@ -82,9 +82,7 @@ class OwnerParamGroup(FSDPParamGroup):
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
     ) -> None:
-        super().__init__(
-            [], modules, mesh_info, post_forward_mesh_info, device, None, mp_policy, OffloadPolicy()
-        )
+        super().__init__([], modules, mesh_info, post_forward_mesh_info, device, None, mp_policy, OffloadPolicy())
         # matrices first: the tails of a segment then lie together at its end
         managed = sorted(managed, key=lambda parameter: parameter.entry.role is not Role.MATRIX)
         shapes = [parameter.parameter.size() for parameter in managed]
@@ -281,9 +279,7 @@ class OwnerParamGroup(FSDPParamGroup):
         with record_function(self._with_fqn("FSDP::reduce")):
             reductions.leave_at_most(self.comm_ctx.reduce_scatter_max_input_buffers - 1)
             layout = self._layout.only(trainable)
-            reductions.launch(
-                GradientReduction(self._reduction_plan(), layout, self.fsdp_params, self._partial)
-            )
+            reductions.launch(GradientReduction(self._reduction_plan(), layout, self.fsdp_params, self._partial))
 
     def _reduction_plan(self) -> ReductionPlan:
         mesh_info = self.mesh_info

@@ -1,0 +1,423 @@
+"""Bad input is refused on every rank, with its own text, before anything is moved."""
+
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from mfsdp.fsdp import fully_shard
+from mfsdp.planning import ShardPlan, plan
+from test_multiprocess.fsdp_cases import TinyLM, groups_of, loss_of, same_model, shard
+from test_multiprocess.world import on_ranks
+
+
+def refusal(error: type[Exception], model: nn.Module, *args: Any, **kwargs: Any) -> str:
+    """The text with which ``fully_shard`` refuses, after which nothing may have changed."""
+    before = {name: (id(value), value.data_ptr()) for name, value in model.named_parameters()}
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(error) as caught:
+        fully_shard(*(args or (model,)), **kwargs)
+    assert type(caught.value) is error
+    assert {name: (id(value), value.data_ptr()) for name, value in model.named_parameters()} == before
+    assert [type(module) for module in model.modules()] == classes
+    dist.barrier()  # nobody is left behind in a collective
+    return str(caught.value)
+
+
+def expect(actual: str, expected: str) -> None:
+    """Every rank has said the same, namely ``expected``; one rank compares, so that one can accept."""
+    said: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, actual)
+    assert said == [actual] * dist.get_world_size()
+    if dist.get_rank() == 0:
+        assert_expected_inline(textwrap.fill(actual, 100), expected, skip=1)
+
+
+def only_on(rank: int, change: Callable[[], None]) -> None:
+    if dist.get_rank() == rank:
+        change()
+
+
+@on_ranks(2, 3)
+def test_an_owner_outside_the_mesh(mesh: DeviceMesh, world_size: int) -> None:
+    model = same_model()
+    wide = plan(model, 8)
+    entries = {name: replace(entry, owner=7 if entry.owner else entry.owner) for name, entry in wide.entries.items()}
+    outside = ShardPlan(entries, 8).bind(model)
+    object.__setattr__(outside, "world_size", world_size)  # such a plan cannot be made
+    text = refusal(ValueError, model, mesh=mesh, plan=outside).replace(f"0 to {world_size - 1}", "0 to W-1")
+    expect(
+        text,
+        """\
+layers.0.norm.weight: owner 7 is outside mesh dimension 0, whose coordinates are 0 to W-1. Plan
+again with mfsdp.plan(model, mesh).""",
+    )
+
+
+@on_ranks(2)
+def test_a_plan_for_another_number_of_ranks(mesh: DeviceMesh) -> None:
+    model = same_model()
+    expect(
+        refusal(ValueError, model, mesh=mesh, plan=plan(model, 3)),
+        """\
+the plan is for 3 ranks, mesh dimension 0 has 2. Make it with mfsdp.plan(model, mesh) for the mesh
+that is passed to fully_shard.""",
+    )
+
+
+@on_ranks(4)
+def test_a_plan_for_another_number_of_ranks_on_a_mesh_with_names(mesh: DeviceMesh) -> None:
+    model = same_model()
+    hsdp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    expect(
+        refusal(ValueError, model, mesh=hsdp, plan=plan(model, 4)),
+        """\
+the plan is for 4 ranks, mesh dimension 1 ('shard') has 2. Make it with mfsdp.plan(model, mesh) for
+the mesh that is passed to fully_shard.""",
+    )
+
+
+@on_ranks(2)
+def test_a_plan_for_another_model(mesh: DeviceMesh) -> None:
+    model = same_model()
+    expect(
+        refusal(ValueError, model, mesh=mesh, plan=plan(same_model(), mesh)),
+        """\
+the plan does not know 22 of the module's parameters, the first is
+FoundParameter(name='embedding.weight', module=Embedding(13, 8), attribute='weight',
+parameter=Parameter containing: tensor([[-1.1258e+00, -1.1524e+00, -2.5058e-01, -4.3388e-01,
+8.4871e-01,           6.9201e-01, -3.1601e-01, -2.1152e+00],         [ 3.2227e-01, -1.2633e+00,
+3.4998e-01,  3.0813e-01,  1.1984e-01,           1.2377e+00,  1.1168e+00, -2.4728e-01],
+[-1.3527e+00, -1.6959e+00,  5.6665e-01,  7.9351e-01,  5.9884e-01,          -1.5551e+00, -3.4136e-01,
+1.8530e+00],         [ 7.5019e-01, -5.8550e-01, -1.7340e-01,  1.8348e-01,  1.3894e+00,
+1.5863e+00,  9.4630e-01, -8.4368e-01],         [-6.1358e-01,  3.1593e-02, -4.9268e-01,  2.4841e-01,
+4.3970e-01,           1.1241e-01,  6.4079e-01,  4.4116e-01],         [-1.0231e-01,  7.9244e-01,
+-2.8967e-01,  5.2507e-02,  5.2286e-01,           2.3022e+00, -1.4689e+00, -1.5867e+00],
+[-6.7309e-01,  8.7283e-01,  1.0554e+00,  1.7784e-01, -2.3034e-01,          -3.9175e-01,  5.4329e-01,
+-3.9516e-01],         [-4.4622e-01,  7.4402e-01,  1.5210e+00,  3.4105e+00, -1.5312e+00,
+-1.2341e+00,  1.8197e+00, -5.5153e-01],         [-5.6925e-01,  9.1997e-01,  1.1108e+00,  1.2899e+00,
+-1.4782e+00,           2.5672e+00, -4.7312e-01,  3.3555e-01],         [-1.6293e+00, -5.4974e-01,
+-4.7983e-01, -4.9968e-01, -1.0670e+00,           1.1149e+00, -1.4067e-01,  8.0575e-01],
+[-9.3348e-02,  6.8705e-01, -8.3832e-01,  8.9182e-04,  8.4189e-01,          -4.0003e-01,  1.0395e+00,
+3.5815e-01],         [ 7.3246e-02,  1.1133e+00,  2.8227e-01,  4.3423e-01, -8.0249e-01,
+-1.2952e+00, -7.5018e-01, -1.3120e+00],         [ 2.0642e-01, -3.3345e-01, -4.2883e-01,  2.3292e-01,
+7.9689e-01,          -1.8484e-01, -3.7015e-01, -1.2103e+00]], requires_grad=True)). Make the plan
+from the model that contains the module, or bind a plan that was loaded with plan.bind(model).""",
+    )
+
+
+@on_ranks(2)
+def test_a_plan_made_before_the_model_changed(mesh: DeviceMesh) -> None:
+    model = same_model()
+    made = plan(model, mesh)
+    model.layers[1].up.weight = nn.Parameter(torch.ones(2, 2))
+    expect(
+        refusal(ValueError, model, mesh=mesh, plan=made),
+        """\
+layers.1.up.weight: the plan describes a parameter of shape (24, 8) and torch.float32, the module's
+has shape (2, 2) and torch.float32. Make the plan from this model.""",
+    )
+
+
+@on_ranks(2)
+def test_a_parameter_on_another_device(mesh: DeviceMesh) -> None:
+    model = same_model()
+    made = plan(model, mesh)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.norm.weight = nn.Parameter(torch.empty(8, device="cuda"))
+    text = refusal_with_fake(model, mesh=mesh, plan=made)
+    expect(
+        text,
+        """\
+norm.weight: the parameter is on cuda:0, the mesh is of cpu devices. Move the model with
+model.to('cpu') before fully_shard, or build it on the meta device.""",
+    )
+
+
+def refusal_with_fake(model: nn.Module, **kwargs: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        fully_shard(model, **kwargs)
+    return str(caught.value)
+
+
+@on_ranks(2)
+def test_an_integer_parameter(mesh: DeviceMesh) -> None:
+    model = same_model()
+    model.norm.steps = nn.Parameter(torch.tensor([1]), requires_grad=False)
+    expect(
+        refusal(ValueError, model, mesh=mesh),
+        """\
+norm.steps: a parameter of dtype torch.int64; fully_shard takes real floating-point parameters only.
+Register it as a buffer, convert it, or pass it in ignored_params.""",
+    )
+
+
+@on_ranks(2)
+def test_a_complex_parameter(mesh: DeviceMesh) -> None:
+    model = same_model()
+    model.norm.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    expect(
+        refusal(ValueError, model, mesh=mesh),
+        """\
+norm.phase: a parameter of dtype torch.complex64; fully_shard takes real floating-point parameters
+only. Register it as a buffer, convert it, or pass it in ignored_params.""",
+    )
+
+
+@on_ranks(3)
+def test_a_fault_of_one_rank_is_raised_by_all(mesh: DeviceMesh) -> None:
+    model = same_model()
+    made = plan(model, mesh)
+
+    def change() -> None:
+        model.norm.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    only_on(1, change)
+    text = refusal(ValueError, model, mesh=mesh, plan=made)
+    assert text.startswith("on rank 1 of the mesh: ") == (dist.get_rank() != 1)
+    expect(
+        text.removeprefix("on rank 1 of the mesh: "),
+        """\
+norm.phase: a parameter of dtype torch.complex64; fully_shard takes real floating-point parameters
+only. Register it as a buffer, convert it, or pass it in ignored_params.""",
+    )
+
+
+@on_ranks(2, 3)
+def test_ranks_with_different_plans(mesh: DeviceMesh, world_size: int) -> None:
+    model = same_model()
+    made = plan(model, mesh)
+    if dist.get_rank() == 1:
+        entries = dict(made.entries)
+        entry = entries["layers.1.up.weight"]
+        entries["layers.1.up.weight"] = replace(entry, owner=(entry.owner + 1) % world_size)
+        made = ShardPlan(entries, world_size, cost_model=made.cost_model).bind(model)
+    text = refusal(RuntimeError, model, mesh=mesh, plan=made)
+    expect(
+        re.sub(r"owner is \d in one plan and \d", "owner is A in one plan and B", text),
+        """\
+ranks 0 and 1 have different plans: layers.1.up.weight: owner is A in one plan and B in the other.
+Every rank must plan the same model for the same mesh with the same options.""",
+    )
+
+
+@on_ranks(4)
+def test_replicas_with_different_plans(mesh: DeviceMesh) -> None:
+    hsdp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = same_model()
+    made = plan(model, hsdp)
+    if dist.get_rank() >= 2:  # one replica agrees with itself
+        entries = {
+            name: replace(entry, owner=1 - entry.owner) if entry.owner is not None else entry
+            for name, entry in made.entries.items()
+        }
+        made = ShardPlan(entries, 2, 2, cost_model=made.cost_model).bind(model)
+    expect(
+        refusal(RuntimeError, model, mesh=hsdp, plan=made),
+        """\
+ranks 0 and 2 have different plans: layers.0.norm.weight: owner is 0 in one plan and 1 in the other.
+Every rank must plan the same model for the same mesh with the same options.""",
+    )
+
+
+@on_ranks(2)
+def test_ranks_with_different_models(mesh: DeviceMesh) -> None:
+    model = same_model(lambda: TinyLM(depth=2 + dist.get_rank()))
+    expect(
+        refusal(RuntimeError, model, mesh=mesh),
+        """\
+ranks 0 and 1 do not shard the same: layers.0.norm.weight has owner 1 on one, owner 0 on the other.
+Every rank must call fully_shard on the same modules of the same model, in the same order.""",
+    )
+
+
+@on_ranks(2)
+def test_ranks_that_shard_different_modules(mesh: DeviceMesh) -> None:
+    model = same_model()
+    made = plan(model, mesh)
+    layer = model.layers[dist.get_rank()]
+    expect(
+        refusal(RuntimeError, model, layer, mesh=mesh, plan=made),
+        """\
+ranks 0 and 1 do not shard the same: layers.0.norm.weight on one, layers.1.norm.weight on the other.
+Every rank must call fully_shard on the same modules of the same model, in the same order.""",
+    )
+
+
+@on_ranks(2)
+def test_ranks_that_freeze_different_parameters(mesh: DeviceMesh) -> None:
+    model = same_model()
+    made = plan(model, mesh)
+    model.layers[0].up.weight.requires_grad_(dist.get_rank() == 0)
+    expect(
+        refusal(RuntimeError, model, mesh=mesh, plan=made),
+        """\
+ranks 0 and 1 do not shard the same: layers.0.up.weight has requires_grad=True on one,
+requires_grad=False on the other. Every rank must call fully_shard on the same modules of the same
+model, in the same order.""",
+    )
+
+
+@on_ranks(2)
+def test_a_module_that_is_sharded_already(mesh: DeviceMesh) -> None:
+    model = same_model()
+    shard(model, mesh)
+    expect(
+        refusal(ValueError, model, mesh=mesh),
+        """\
+fully_shard was already called on this FSDPTinyLM; it can be called on a module once. Call it on its
+blocks first and on the module that contains them last.""",
+    )
+    expect(
+        refusal(ValueError, model, model.layers[0], mesh=mesh),
+        """\
+fully_shard was already called on this FSDPBlock; it can be called on a module once. Call it on its
+blocks first and on the module that contains them last.""",
+    )
+
+
+@on_ranks(2)
+def test_parameters_that_are_sharded_already(mesh: DeviceMesh) -> None:
+    model = same_model()
+    made = plan(model, mesh)
+    weight = model.norm.weight
+    model.norm.weight = nn.Parameter(DTensor.from_local(weight.detach(), mesh, run_check=False))
+    with pytest.raises(NotImplementedError) as caught:
+        fully_shard(model, mesh=mesh, plan=made)
+    expect(
+        str(caught.value),
+        """\
+norm.weight: the parameter is a DTensor with placements (Replicate(),); fully_shard of parameters
+that are sharded already is not supported. Call it on plain parameters.""",
+    )
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_not_contiguous(mesh: DeviceMesh) -> None:
+    model = same_model()
+    model.layers[0].up.weight = nn.Parameter(torch.ones(8, 24).t())
+    expect(
+        refusal(NotImplementedError, model, mesh=mesh, plan=plan(model, mesh)),
+        """\
+layers.0.up.weight: the parameter is not contiguous: shape (24, 8), strides (1, 24). Replace it by
+parameter.contiguous() before fully_shard.""",
+    )
+
+
+@pytest.mark.parametrize("option", ["reshard", "offload", "placement", "dims"])
+@on_ranks(2)
+def test_options_that_are_not_supported(mesh: DeviceMesh, option: str) -> None:
+    model = same_model()
+    made = plan(model, mesh)
+    if option == "reshard":
+        text = refusal(NotImplementedError, model, mesh=mesh, plan=made, reshard_after_forward=2)
+        expect(
+            text,
+            """\
+reshard_after_forward=2: resharding to a smaller group is not supported for owned parameters. Use
+True (free after forward, least memory) or False (keep until backward).""",
+        )
+    elif option == "offload":
+        text = refusal(NotImplementedError, model, mesh=mesh, plan=made, offload_policy=CPUOffloadPolicy())
+        expect(
+            text,
+            """\
+offload_policy=CPUOffloadPolicy(): offloading to CPU is not supported for owned parameters. Leave
+the policy out; an owner keeps 1/N of the matrices on its device.""",
+        )
+    elif option == "placement":
+        text = refusal(NotImplementedError, model, mesh=mesh, plan=made, shard_placement_fn=lambda p: None)
+        expect(
+            text,
+            """\
+shard_placement_fn: where a parameter lives is decided by its role and owner in the plan. Choose
+roles with mfsdp.plan(model, mesh, roles=...).""",
+        )
+    else:
+        text = refusal(NotImplementedError, model, mesh=mesh, plan=made, dp_mesh_dims=object())
+        expect(
+            text,
+            """\
+dp_mesh_dims: meshes with other than data-parallel dimensions are not supported. Pass the data-
+parallel part, for instance mesh['replicate', 'shard'].""",
+        )
+
+
+@on_ranks(4)
+def test_meshes_that_are_not_supported(mesh: DeviceMesh) -> None:
+    model = same_model()
+    unnamed = init_device_mesh("cpu", (2, 2))
+    expect(
+        refusal(ValueError, model, mesh=unnamed),
+        """\
+fully_shard needs names for the dimensions of a 2-D mesh, which DeviceMesh((2, 2), 'cpu', stride=(2,
+1)) has not. Make it with init_device_mesh(..., mesh_dim_names=('replicate', 'shard')).""",
+    )
+    deep = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tensor"))
+    expect(
+        refusal(ValueError, model, mesh=deep),
+        """\
+fully_shard needs a mesh of 1 dimension, or of 2 (replicate, shard) for HSDP; this one has 3:
+DeviceMesh((replicate=2, shard=2, tensor=1), 'cpu', stride=(2, 1, ())). Pass the part of it that is
+data parallel, for instance mesh['replicate', 'shard'].""",
+    )
+
+
+@on_ranks(2)
+def test_custom_collectives_are_refused(mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocAllGather
+
+    model = same_model()
+    shard(model, mesh)
+    with pytest.raises(NotImplementedError) as caught:
+        model.layers[0].set_custom_all_gather(ProcessGroupAllocAllGather(mesh.get_group()))
+    expect(
+        str(caught.value),
+        """\
+ProcessGroupAllocAllGather: owned parameters are gathered by broadcasts and reduced to their owners,
+which a custom all-gather or reduce-scatter, or its allocator, cannot replace. Apply it to modules
+whose parameters are all ROWS.""",
+    )
+
+
+@on_ranks(2)
+def test_a_shard_replaced_by_a_plain_tensor(mesh: DeviceMesh) -> None:
+    model = same_model()
+    shard(model, mesh)
+    state = {name: value.detach() for name, value in same_model().layers[0].named_parameters()}
+    with pytest.raises(TypeError) as caught:
+        model.layers[0].load_state_dict(state, assign=True)
+    expect(
+        str(caught.value),
+        """\
+layers.0.norm.weight: fully_shard found a Parameter registered where it had put a sharded parameter.
+Load a state dict of sharded parameters, or copy into the parameter instead of replacing it.""",
+    )
+
+
+@on_ranks(2)
+def test_half_of_a_unit_converted(mesh: DeviceMesh) -> None:
+    model = same_model()
+    shard(model, mesh)
+    group = next(groups_of(model))
+    group.fsdp_params[0].place_local(group.fsdp_params[0].local.double())
+    group._mark_repack()
+    with pytest.raises(ValueError) as caught:
+        loss_of(model, 0)
+    expect(
+        str(caught.value),
+        """\
+the parameters of a unit that were sharded in one dtype no longer have one: norm.weight is
+torch.float64, norm.bias is torch.float32. Convert the whole module, or none of it.""",
+    )
