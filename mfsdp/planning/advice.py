@@ -47,15 +47,18 @@ def advice(plan: ShardPlan) -> Iterator[str]:
     tails = [entry.name for entry in plan.entries.values() if entry.role is Role.TAIL and len(entry.shape) > 2]
     if tails:
         yield (
-            f"{len(tails)} parameters of 3 or more dimensions ({tails[0]}, ...) are stepped elementwise; name their "
-            f"matrices with splits= if they hold any."
+            f"{_number(len(tails), 'parameter')} of 3 or more dimensions stepped elementwise, such as {tails[0]}; "
+            f"name the matrices with splits= if there are any in it."
         )
     if not matrices:
         return
     flops, _ = bounds(plan)
     idle = idle_ranks(plan)
     if idle:
-        yield f"{len(matrices)} matrices for {plan.world_size} ranks: {idle} ranks own none and wait in the step."
+        yield (
+            f"{_number(len(matrices), 'matrix', 'matrices')} for {_number(plan.world_size, 'rank')}: "
+            f"{_number(idle, 'rank')} without any, idle in the step."
+        )
     if flops.largest <= flops.mean:
         return
     largest = max(matrices, key=lambda entry: entry.step_flops // (entry.shape[0] if entry.parts else 1))
@@ -63,17 +66,22 @@ def advice(plan: ShardPlan) -> Iterator[str]:
         f"the step takes as long as that of {largest.name}, {flops.largest / flops.mean:.2f} times the mean of all "
         f"ranks; more ranks do not make it faster."
     )
-    even = int(flops.mean * plan.world_size / flops.largest)
-    if even >= 1:
-        yield (
-            f"what would help: {_shapes(even, plan.world_size)}; splits= for fused matrices, which are less work "
-            f"apart; spread_stacks= for stacks of experts."
-        )
+    helps = [*_shapes(int(flops.mean * plan.world_size / flops.largest), plan.world_size)]
+    if largest.split is None:
+        helps.append(f"splits= if {largest.name} is several matrices, which are less work apart")
+    elif largest.split.stack > 1 and not largest.parts:
+        helps.append("spread_stacks= to let several ranks own a stack")
+    yield f"what would help: {'; '.join(helps)}." if helps else "nothing but a smaller matrix would help."
 
 
-def _shapes(even: int, ranks: int) -> str:
-    """Fewer owners, as a number and as an HSDP shape that uses all ranks."""
-    owners = max((owners for owners in range(1, even + 1) if ranks % owners == 0), default=1)
-    if owners in (1, ranks):
-        return f"{even} ranks or fewer"
-    return f"{even} ranks or fewer, or replicas of {owners} (--mesh {ranks // owners}x{owners})"
+def _number(count: int, one: str, many: str = "") -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def _shapes(even: int, ranks: int) -> Iterator[str]:
+    """Fewer owners, up to ``even`` of them, as a number and as an HSDP shape that uses all ranks."""
+    if even < 2:
+        return
+    owners = max(owners for owners in range(1, even + 1) if ranks % owners == 0)
+    shape = f", or replicas: --mesh {ranks // owners}x{owners}" if 1 < owners < ranks else ""
+    yield f"{even} ranks or fewer{shape}"

@@ -22,7 +22,7 @@ from mfsdp.planning.plot import plot
 from mfsdp.planning.rates import Rates, calibrate
 from mfsdp.planning.records import ParameterSpec, Role
 from mfsdp.planning.shard_plan import ShardPlan
-from mfsdp.planning.split import BlocksOf, EqualBlocks, Flatten, SplitRule, Stack
+from mfsdp.planning.split import BlocksOf, EqualBlocks, Flatten, SplitRule, Stack, split_by
 from mfsdp.planning.summary import Summary
 
 __all__ = ["main"]
@@ -148,7 +148,7 @@ def _overridden(
     for spec in specs:
         rule = rule_of.get(spec.name)
         role = role_of.get(spec.name, Role.MATRIX if rule else spec.role)
-        found.append(replace(spec, role=role, split=rule(spec.shape) if rule else spec.split))
+        found.append(replace(spec, role=role, split=split_by(rule, spec.name, spec.shape) if rule else spec.split))
     return found
 
 
@@ -192,10 +192,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     rates = Rates.load(arguments.rates) if arguments.rates else None
     made = _planned(arguments, cost_model)
     summary = Summary(made, cost_model, rates, capped=arguments.bytes_cap is not None)
-    print(json.dumps(summary.json(), indent=1) if arguments.json else summary.text())
     if arguments.plot:
         title = arguments.model or arguments.module or arguments.config.name
         arguments.plot.write_text(plot(made, title), encoding="utf-8")
+    print(json.dumps(summary.json(), indent=1) if arguments.json else summary.text())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

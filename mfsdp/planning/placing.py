@@ -105,10 +105,13 @@ def _best(
     if not spread_stacks or not any(map(_is_stack, specs)):
         return best
     mean = sum(best.ranks.flops) // len(best.ranks)
-    single = [flops // (spec.shape[0] if _is_stack(spec) else 1) for spec, (flops, _) in zip(specs, costs, strict=True)]
-    floor = lower_bound(single, base[0]).value
+    numbers = [spec.shape[0] if _is_stack(spec) else 1 for spec in specs]
+    floors = [
+        lower_bound([cost[measure] // number for cost, number in zip(costs, numbers, strict=True)], base[measure])
+        for measure in (0, 1)
+    ]
     for grain in _GRAINS:
-        if best.score()[0] <= _EVEN * floor:
+        if all(most <= _EVEN * floor.simple for most, floor in zip(best.score(), floors, strict=True)):
             break
         finer = _try(specs, costs, base, cap, mean // grain)
         best = min(best, finer, key=_Placement.score)

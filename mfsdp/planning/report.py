@@ -81,6 +81,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 def _owners(entries: Sequence[MatrixShard]) -> str:
     owners = {entry.owner for entry in entries if entry.owner is not None}
+    owners |= {part.owner for entry in entries for part in entry.parts}
     if not owners:
         return "all"
     text = _ranges(owners)

@@ -22,7 +22,7 @@ from mfsdp.planning.errors import PlanError
 from mfsdp.planning.parameters import NamedParameter, sizes_of_embeddings
 from mfsdp.planning.patterns import Chooser, chosen
 from mfsdp.planning.records import Role
-from mfsdp.planning.split import Split, SplitRule
+from mfsdp.planning.split import Split, SplitRule, split_by
 
 __all__ = ["HEAD_NAMES", "Roles", "Splits", "roles_of", "splits_of"]
 
@@ -78,15 +78,11 @@ def splits_of(parameters: Sequence[NamedParameter], splits: Splits | None) -> di
         PlanError: a pattern matches nothing, patterns disagree, or a rule does not fit the shape.
     """
     rules = chosen("splits", splits, parameters)
-    found = {}
-    for parameter in parameters:
-        name = parameter.names[0]
-        if name in rules:
-            try:
-                found[name] = rules[name](tuple(parameter.parameter.shape))
-            except PlanError as error:
-                raise PlanError(f"splits: {name}: {error}") from None
-    return found
+    return {
+        name: split_by(rules[name], name, tuple(parameter.parameter.shape))
+        for parameter in parameters
+        if (name := parameter.names[0]) in rules
+    }
 
 
 def roles_of(

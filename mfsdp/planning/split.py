@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mfsdp.planning.errors import PlanError
 
-__all__ = ["Blocks", "BlocksOf", "EqualBlocks", "Flatten", "Split", "SplitRule", "Stack"]
+__all__ = ["Blocks", "BlocksOf", "EqualBlocks", "Flatten", "Split", "SplitRule", "Stack", "split_by"]
 
 SplitRule = Callable[[tuple[int, ...]], "Split"]
 """Shape of a parameter -> its logical matrices."""
@@ -81,6 +81,18 @@ class Split:
         if not tensor.numel():
             return tuple(tensor.new_empty((0, rows, columns)) for _, rows, columns in self.shapes())
         return tensor.view(-1, self.rows, self.columns).split(self.blocks, dim=1 + self.dim)
+
+
+def split_by(rule: SplitRule, name: str, shape: tuple[int, ...]) -> Split:
+    """The logical matrices that ``rule`` finds in the parameter ``name``.
+
+    Raises:
+        PlanError: the rule does not fit the shape.
+    """
+    try:
+        return rule(shape)
+    except PlanError as error:
+        raise PlanError(f"splits: {name}: {error}") from None
 
 
 def _matrix(shape: tuple[int, ...], rule: object) -> tuple[int, int]:
