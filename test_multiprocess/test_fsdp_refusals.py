@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from mfsdp.fsdp import fully_shard
 from mfsdp.planning import ShardPlan, plan
+from mfsdp.planning.records import Part
+from mfsdp.planning.split import Stack
 from test_multiprocess.fsdp_cases import TinyLM, groups_of, loss_of, same_model, shard
 from test_multiprocess.world import on_ranks
 
@@ -300,6 +302,22 @@ def test_parameters_that_are_sharded_already(mesh: DeviceMesh) -> None:
         """\
 norm.weight: the parameter is a DTensor with placements (Replicate(),); fully_shard of parameters
 that are sharded already is not supported. Call it on plain parameters.""",
+    )
+
+
+@on_ranks(2)
+def test_a_parameter_with_several_owners(mesh: DeviceMesh) -> None:
+    model = same_model()
+    model.experts = nn.Parameter(torch.ones(4, 3, 5))
+    entries = dict(plan(model, mesh, splits={"experts": Stack()}).entries)
+    parts = (Part(0, 0, 2), Part(1, 2, 4))
+    entries["experts"] = replace(entries["experts"], owner=None, parts=parts)
+    made = ShardPlan(entries, 2).bind(model)
+    expect(
+        refusal(NotImplementedError, model, mesh=mesh, plan=made),
+        """\
+experts: the plan spreads its matrices over the ranks [0, 1]; a parameter with several owners is not
+supported. Plan with spread_stacks=False.""",
     )
 
 

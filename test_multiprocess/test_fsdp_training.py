@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from mfsdp.comm_counter import CommCounter
 from mfsdp.dtensor import is_local, local_tensor
 from mfsdp.planning import Role, ShardPlan
 from test_multiprocess.fsdp_cases import (
@@ -42,7 +44,7 @@ def adamw(parameters: list[nn.Parameter], pace: float) -> torch.optim.Optimizer:
 
 
 class FullStep:
-    """Full-matrix Muon, and AdamW for the rest, on a replicated model."""
+    """torch's Muon on matrices and AdamW on the rest, as one has them on a replicated model."""
 
     def __init__(self, model: nn.Module, matrices: set[str], pace: float = 1.0) -> None:
         named = dict(model.named_parameters())
@@ -89,13 +91,15 @@ def train(model: nn.Module, step: Callable[[], None], steps: int) -> list[float]
     return losses
 
 
+@pytest.mark.parametrize("stepped", ["local", "DTensor"])
 @on_ranks(2)
-def test_twenty_steps_are_those_of_ddp_with_full_muon_bit_for_bit(mesh: DeviceMesh) -> None:
+def test_twenty_steps_are_those_of_ddp_with_full_muon_bit_for_bit(mesh: DeviceMesh, stepped: str) -> None:
     reference = same_model()
     model = copy.deepcopy(reference)
     matrices = matrix_names(shard(model, mesh))
     theirs = train(DistributedDataParallel(reference), FullStep(reference, matrices).step, steps=20)
-    ours = train(model, LocalStep(model, matrices).step, steps=20)
+    step = {"local": LocalStep, "DTensor": FullStep}[stepped](model, matrices).step
+    ours = train(model, step, steps=20)
     assert ours == theirs
     assert theirs[18] < theirs[0] - 0.5  # something was learnt; both are of batch 0
     assert_same(whole_parameters(model), dict(reference.named_parameters()), exact=True)
@@ -115,6 +119,32 @@ def test_twenty_steps_are_those_of_ddp_with_full_muon(
     ours = train(model, LocalStep(model, matrices, pace).step, steps=20)
     assert theirs[18] < theirs[0]
     assert ours == pytest.approx(theirs, rel=tolerance)
+
+
+@on_ranks(2, 3)
+def test_torchs_optimizers_step_what_is_sharded_without_communication(mesh: DeviceMesh, world_size: int) -> None:
+    reference = same_model()
+    model = copy.deepcopy(reference)
+    matrices = matrix_names(shard(model, mesh))
+    theirs = FullStep(reference, matrices, 0.1 if world_size > 2 else 1.0)
+    ours = FullStep(model, matrices, 0.1 if world_size > 2 else 1.0)
+
+    def clip_and_step(module: nn.Module, step: FullStep) -> Callable[[], None]:
+        def run() -> None:
+            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            norms[step].append(norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item())
+            with comm:
+                step.step()
+
+        return run
+
+    norms: dict[FullStep, list[float]] = {theirs: [], ours: []}
+    comm = CommCounter()
+    train(DistributedDataParallel(reference), clip_and_step(reference, theirs), steps=5)
+    train(model, clip_and_step(model, ours), steps=5)
+    assert comm.collectives == 0, comm
+    assert norms[ours] == pytest.approx(norms[theirs], rel=1e-5)
+    assert_same(whole_parameters(model), dict(reference.named_parameters()), exact=False, atol=1e-3)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])

@@ -162,6 +162,11 @@ def _problems_of(managed: ManagedParameter, mesh: DeviceMesh) -> Iterator[Except
             f"module's has shape {tuple(parameter.shape)} and {parameter.dtype}. Make the plan from this "
             "model."
         )
+    if entry.parts:
+        yield NotImplementedError(
+            f"{name}: the plan spreads its matrices over the ranks {[part.owner for part in entry.parts]}; a "
+            "parameter with several owners is not supported. Plan with spread_stacks=False."
+        )
     if entry.owner is not None and entry.owner >= mesh.size(-1):
         yield ValueError(
             f"{name}: owner {entry.owner} is outside mesh dimension {mesh.ndim - 1}, whose coordinates are 0 "
