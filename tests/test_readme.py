@@ -1,0 +1,39 @@
+"""What the README shows works as shown."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mfsdp
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def example() -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    return block
+
+
+def test_the_example_is_short() -> None:
+    assert sum(bool(line.strip()) for line in example().splitlines()) <= 15
+
+
+def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(example() + "print([p.placements for p in model.parameters()])\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    for placement in ("OwnerShard(owner=0)", "OwnerShard(owner=1)", "Tail(owner="):
+        assert placement in result.stdout
+
+
+def test_names_in_the_table_exist() -> None:
+    names = re.findall(r"^\| `(?:mfsdp\.)([\w.]+)", README, flags=re.MULTILINE)
+    names += re.findall(r", `mfsdp\.([\w.]+)", README)
+    assert len(names) > 5
+    for name in names:
+        found: object = mfsdp
+        for part in name.split("."):
+            found = getattr(found, part)
