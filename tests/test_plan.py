@@ -343,8 +343,8 @@ blocks.0.norm.bias      TAIL    64      float32  1.00 KiB    896 FLOP      1
 blocks.0.qkv.weight     MATRIX  192x64  float32   144 KiB  18.4 MFLOP      0
 blocks.0.qkv.bias       TAIL    192     float32  3.00 KiB  2.69 kFLOP      1
 blocks.0.output.weight  MATRIX  64x64   float32  48.0 KiB  7.86 MFLOP      1
-blocks.0.up.weight      MATRIX  256x64  float32   192 KiB  23.6 MFLOP      0
-blocks.0.down.weight    MATRIX  64x256  float32   192 KiB  23.6 MFLOP      1
+blocks.0.up.weight      MATRIX  256x64  float32   192 KiB  23.6 MFLOP      1
+blocks.0.down.weight    MATRIX  64x256  float32   192 KiB  23.6 MFLOP      0
 norm.weight             TAIL    64      float32  1.00 KiB    896 FLOP      1
 norm.bias               TAIL    64      float32  1.00 KiB    896 FLOP      1
 logits.weight           ROWS    96x64   float32  96.0 KiB  86.0 kFLOP    all""",

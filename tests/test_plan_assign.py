@@ -1,24 +1,32 @@
 """How good assignments are: against brute force, against bounds, and what else they promise."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import expecttest
 import pytest
 import torch
 
 from mfsdp.planning import ParameterSpec, PlanError, RankLoad, Role, plan_specs
-from mfsdp.planning.assign import Item, Ranks, assign
+from mfsdp.planning.assign import Items, Ranks, assign
 from mfsdp.planning.bounds import lower_bound, tight_lower_bound
 from mfsdp.planning.improve import Search
 from mfsdp.planning.packing import packing_bound
 
 
-def instance(seed: int) -> tuple[list[Item], int]:
+def listed(costs: Iterable[tuple[int, int, str]]) -> Items:
+    """Matrices of the given operations, bytes and units."""
+    items = Items()
+    for flops, nbytes, unit in costs:
+        items.add(flops, nbytes, unit)
+    return items
+
+
+def instance(seed: int) -> tuple[Items, int]:
     """Up to 8 items for up to 3 ranks, of four kinds."""
     rng = random.Random(seed)
     number, ranks = rng.randint(1, 8), rng.randint(1, 3)
-    items = []
+    items = Items()
     for _ in range(number):
         nbytes = rng.randint(1, 1000)
         match seed % 4:
@@ -32,11 +40,11 @@ def instance(seed: int) -> tuple[list[Item], int]:
                 rows, columns = rng.choice([8, 16, 32, 64]), rng.choice([8, 16, 32, 64, 128])
                 small, large = min(rows, columns), max(rows, columns)
                 flops, nbytes = 5 * (4 * small**2 * large + 2 * small**3), 12 * rows * columns
-        items.append(Item(flops, nbytes, ""))
+        items.add(flops, nbytes, "")
     return items, ranks
 
 
-def all_maxima(items: Sequence[Item], ranks: int) -> set[tuple[int, int]]:
+def all_maxima(items: Items, ranks: int) -> set[tuple[int, int]]:
     """(most operations, most bytes) of every assignment."""
     found = set()
     flops, nbytes = [0] * ranks, [0] * ranks
@@ -46,24 +54,24 @@ def all_maxima(items: Sequence[Item], ranks: int) -> set[tuple[int, int]]:
             found.add((max(flops), max(nbytes)))
             return
         for rank in range(min(ranks, used + 1)):  # empty ranks are interchangeable
-            flops[rank] += items[index].flops
-            nbytes[rank] += items[index].nbytes
+            flops[rank] += items.flops[index]
+            nbytes[rank] += items.nbytes[index]
             place(index + 1, max(used, rank + 1))
-            flops[rank] -= items[index].flops
-            nbytes[rank] -= items[index].nbytes
+            flops[rank] -= items.flops[index]
+            nbytes[rank] -= items.nbytes[index]
 
     place(0, 0)
     return found
 
 
-def assigned(items: Sequence[Item], ranks: int, cap: int | None = None) -> tuple[int, int]:
+def assigned(items: Items, ranks: int, cap: int | None = None) -> tuple[int, int]:
     """(most operations, most bytes) of what ``assign`` does."""
     state = Ranks([0] * ranks, [0] * ranks)
     owners = assign(items, state, cap)
-    for measure, values in (("flops", state.flops), ("nbytes", state.nbytes)):
+    for costs, values in ((items.flops, state.flops), (items.nbytes, state.nbytes)):
         again = [0] * ranks
-        for item, owner in zip(items, owners, strict=True):
-            again[owner] += getattr(item, measure)
+        for cost, owner in zip(costs, owners, strict=True):
+            again[owner] += cost
         assert again == values
     return max(state.flops), max(state.nbytes)
 
@@ -75,7 +83,7 @@ class TestAgainstBruteForce:
             items, ranks = instance(seed)
             everything = all_maxima(items, ranks)
             least_bytes = min(nbytes for _, nbytes in everything)
-            cap = int(1.05 * lower_bound([item.nbytes for item in items], [0] * ranks).simple)
+            cap = int(1.05 * lower_bound(items.nbytes, [0] * ranks).simple)
             flops, nbytes = assigned(items, ranks)
             if least_bytes <= cap:
                 assert nbytes <= cap, seed
@@ -92,7 +100,7 @@ class TestAgainstBruteForce:
         for seed in range(400):
             items, ranks = instance(seed)
             everything = all_maxima(items, ranks)
-            cap = int(1.05 * lower_bound([item.nbytes for item in items], [0] * ranks).simple)
+            cap = int(1.05 * lower_bound(items.nbytes, [0] * ranks).simple)
             cap = max(cap, min(nbytes for _, nbytes in everything))
             best = min(flops for flops, nbytes in everything if nbytes <= cap)
             flops, nbytes = assigned(items, ranks, cap)
@@ -103,7 +111,7 @@ class TestAgainstBruteForce:
         reached = 0
         for seed in range(300):
             items, ranks = instance(seed)
-            values = [item.flops for item in items]
+            values = items.flops
             best = min(flops for flops, _ in all_maxima(items, ranks))
             bound = packing_bound(values, ranks, sum(values))
             assert bound <= best, seed
@@ -117,7 +125,7 @@ class TestAgainstBruteForce:
             values = [rng.randint(1, 20) for _ in range(rng.randint(0, 6))]
             base = [rng.randint(0, 10) for _ in range(3)]
             state = Ranks(list(base), list(base))
-            assign([Item(value, value, "") for value in values], state)
+            assign(listed((value, value, "") for value in values), state)
             assert tight_lower_bound(values, base, max(state.flops)).value <= max(state.flops)
 
 
@@ -125,20 +133,20 @@ class TestLargeModels:
     def test_close_to_the_mean_with_many_items(self) -> None:
         rng = random.Random(0)
         sizes = [rng.randint(100, 1000) for _ in range(2000)]
-        items = [Item(size * size, size, str(number // 10)) for number, size in enumerate(sizes)]
+        items = listed((size * size, size, str(number // 10)) for number, size in enumerate(sizes))
         state = Ranks([0] * 32, [0] * 32)
         assign(items, state)
         assert max(state.flops) <= 1.01 * sum(state.flops) / 32
         assert max(state.nbytes) <= 1.05 * sum(state.nbytes) / 32
 
     def test_search_is_better_than_longest_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        items = [Item(size, size, "") for size in (8, 7, 6, 5, 4, 4, 4, 3, 3, 3, 2, 2) * 3]
+        items = listed((size, size, "") for size in (8, 7, 6, 5, 4, 4, 4, 3, 3, 3, 2, 2) * 3)
         searched = assigned(items, 5)
         monkeypatch.setattr(Search, "run", lambda self: None)
         assert searched < assigned(items, 5)
 
     def test_equal_items_of_a_unit_go_to_different_owners(self) -> None:
-        items = [Item(5, 5, f"unit{number // 4}") for number in range(32)]
+        items = listed((5, 5, f"unit{number // 4}") for number in range(32))
         owners = assign(items, Ranks([0] * 8, [0] * 8))
         for unit in range(8):
             assert len(set(owners[4 * unit : 4 * unit + 4])) == 4
@@ -148,7 +156,9 @@ class TestLargeModels:
         assert assign(items, Ranks([0] * 3, [0] * 3)) == assign(items, Ranks([0] * 3, [0] * 3))
 
     def test_tails_fill_up_ranks_with_few_bytes(self) -> None:
-        items = [Item(100, 100, "a"), *(Item(0, 10, str(number), tail=True) for number in range(10))]
+        items = listed([(100, 100, "a")])
+        for number in range(10):
+            items.add(0, 10, str(number), tail=True)
         state = Ranks([0, 0], [0, 0])
         assign(items, state)
         assert state.nbytes == [100, 100]

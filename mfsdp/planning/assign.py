@@ -14,13 +14,12 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from mfsdp.planning.bounds import lower_bound
 from mfsdp.planning.enumeration import Enumeration
 from mfsdp.planning.improve import Content, Search
 
-__all__ = ["Item", "Ranks", "assign"]
+__all__ = ["Items", "Ranks", "assign"]
 
 _LOOKAHEAD = 16
 """How many candidates are compared for a matrix when a unit is spread; bounds the work for large models."""
@@ -37,13 +36,30 @@ _FEW_WAYS = 10_000
 
 
 @dataclass(slots=True)
-class Item:
-    """Something to place: its cost, and the unit it is gathered with."""
+class Items:
+    """What is to be placed, one entry of each list per item: with 100,000 of them, objects would cost too much.
 
-    flops: int
-    nbytes: int
-    unit: str
-    tail: bool = False
+    Args:
+        flops: step operations.
+        nbytes: resident bytes.
+        units: the unit that each is gathered with.
+        tails: whether it is a tail, and not a matrix.
+    """
+
+    flops: list[int] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)
+    tails: list[bool] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.flops)
+
+    def add(self, flops: int, nbytes: int, unit: str, tail: bool = False) -> None:
+        """One more item."""
+        self.flops.append(flops)
+        self.nbytes.append(nbytes)
+        self.units.append(unit)
+        self.tails.append(tail)
 
 
 @dataclass(slots=True)
@@ -63,13 +79,13 @@ class Ranks:
     def __len__(self) -> int:
         return len(self.flops)
 
-    def join_unit(self, item: Item, rank: int) -> None:
-        """Note the bytes of ``item`` on ``rank`` as part of its unit."""
-        held = self.units[item.unit]
-        held[rank] = held.get(rank, 0) + item.nbytes
+    def join_unit(self, unit: str, nbytes: int, rank: int) -> None:
+        """Note ``nbytes`` of ``unit`` on ``rank``."""
+        held = self.units[unit]
+        held[rank] = held.get(rank, 0) + nbytes
 
 
-def assign(items: Sequence[Item], ranks: Ranks, cap: int | None = None) -> list[int]:
+def assign(items: Items, ranks: Ranks, cap: int | None = None) -> list[int]:
     """The owner of each of ``items``; ``ranks`` is updated.
 
     Operations are balanced first, under the cap on bytes, and bytes second. Equal input gives equal output,
@@ -81,16 +97,13 @@ def assign(items: Sequence[Item], ranks: Ranks, cap: int | None = None) -> list[
         cap: bytes that a rank should have at most; by default 5% above the larger of the mean and the largest
             item. Where no assignment within the cap is found, the result exceeds it as little as was possible.
     """
+    total = sum(ranks.nbytes) + sum(items.nbytes)
     if cap is None:
-        cap = int(_SLACK * lower_bound([item.nbytes for item in items], ranks.nbytes).simple)
+        largest = min(ranks.nbytes) + max(items.nbytes, default=0)
+        cap = int(_SLACK * max(total / len(ranks), largest))
     owners = [0] * len(items)
-    tails = [number for number, item in enumerate(items) if item.tail]
-    matrices = [number for number, item in enumerate(items) if not item.tail]
-    total = sum(ranks.nbytes) + sum(item.nbytes for item in items)
-    for number, owner in _assign_matrices(items, matrices, ranks, cap):
-        owners[number] = owner
-    for number, owner in _assign_tails(items, tails, ranks, total // (_TAIL_SHARE * len(ranks))):
-        owners[number] = owner
+    _assign_matrices(items, ranks, cap, owners)
+    _assign_tails(items, ranks, total // (_TAIL_SHARE * len(ranks)), owners)
     return owners
 
 
@@ -127,23 +140,26 @@ def _bytes_first(flops: int, nbytes: int) -> tuple[int, int]:
     return nbytes, flops
 
 
-def _assign_matrices(items: Sequence[Item], matrices: Sequence[int], ranks: Ranks, cap: int) -> list[tuple[int, int]]:
+def _assign_matrices(items: Items, ranks: Ranks, cap: int, owners: list[int]) -> None:
+    """Fill in the owners of matrices; ``ranks`` is updated."""
     classes: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    for number in matrices:
-        classes[items[number].flops, items[number].nbytes].append(number)
+    for number, (flops, nbytes, tail) in enumerate(zip(items.flops, items.nbytes, items.tails, strict=True)):
+        if not tail:
+            classes[flops, nbytes].append(number)
     sizes = sorted(classes, reverse=True)
-    numbers = [len(classes[size]) for size in sizes]
-    content = _best_content(sizes, numbers, ranks, cap)
+    content = _best_content(sizes, [len(classes[size]) for size in sizes], ranks, cap)
     ranks.flops, ranks.nbytes = content.flops, content.nbytes
-    wanted: list[dict[int, int]] = [{} for _ in sizes]
+    wanted: defaultdict[int, dict[int, int]] = defaultdict(dict)
     for rank, counter in enumerate(content.counts):
         for size, count in counter.items():
-            wanted[size][rank] = count
-    return list(
-        chain.from_iterable(
-            _spread(items, classes[size], counts, ranks) for size, counts in zip(sizes, wanted, strict=True)
-        )
-    )
+            numbers = classes[sizes[size]]
+            if len(numbers) > 1:
+                wanted[size][rank] = count
+                continue
+            owners[numbers[0]] = rank  # one of its kind: nothing to choose
+            ranks.join_unit(items.units[numbers[0]], items.nbytes[numbers[0]], rank)
+    for size in sorted(wanted):
+        _spread(items, classes[sizes[size]], wanted[size], ranks, owners)
 
 
 def _best_content(sizes: Sequence[tuple[int, int]], numbers: Sequence[int], ranks: Ranks, cap: int) -> Content:
@@ -189,19 +205,17 @@ def _searched(
     return min(found, key=lambda content: content.score(cap))
 
 
-def _spread(
-    items: Sequence[Item], numbers: Sequence[int], counts: dict[int, int], ranks: Ranks
-) -> list[tuple[int, int]]:
-    """Give the equal ``items[number]`` to ranks, ``counts[rank]`` each, so that units are spread."""
+def _spread(items: Items, numbers: Sequence[int], counts: dict[int, int], ranks: Ranks, owners: list[int]) -> None:
+    """Give the equal items ``numbers`` to ranks, ``counts[rank]`` each, so that units are spread."""
     slots: list[int] = []
     left = counts
     while left:
         slots.extend(left)
         left = {rank: count - 1 for rank, count in left.items() if count > 1}
     slots.reverse()  # taken from the end
-    owners = []
     for number in numbers:
-        held = ranks.units[items[number].unit]
+        unit = items.units[number]
+        held = ranks.units[unit]
         best, least = 0, -1
         for position in range(len(slots) - 1, max(-1, len(slots) - 1 - _LOOKAHEAD), -1):
             here = held.get(slots[position], 0)
@@ -209,22 +223,21 @@ def _spread(
                 best, least = position, here
                 if not here:
                     break
-        owner = slots.pop(best)
-        owners.append((number, owner))
-        ranks.join_unit(items[number], owner)
-    return owners
+        owners[number] = slots.pop(best)
+        ranks.join_unit(unit, items.nbytes[number], owners[number])
 
 
-def _bundles(items: Sequence[Item], tails: Sequence[int], limit: int) -> list[tuple[int, list[int]]]:
+def _bundles(items: Items, limit: int) -> list[tuple[int, list[int]]]:
     """(bytes, tails) of each unit together, in order, cut where they exceed ``limit`` bytes; largest first."""
     of_unit: defaultdict[str, list[int]] = defaultdict(list)
-    for number in tails:
-        of_unit[items[number].unit].append(number)
+    for number, tail in enumerate(items.tails):
+        if tail:
+            of_unit[items.units[number]].append(number)
     bundles: list[list[int]] = []
     sizes: list[int] = []
     for numbers in of_unit.values():
         for number in numbers:
-            nbytes = items[number].nbytes
+            nbytes = items.nbytes[number]
             if number == numbers[0] or sizes[-1] + nbytes > limit:
                 bundles.append([])
                 sizes.append(0)
@@ -233,23 +246,23 @@ def _bundles(items: Sequence[Item], tails: Sequence[int], limit: int) -> list[tu
     return sorted(zip(sizes, bundles, strict=True), key=lambda bundle: -bundle[0])
 
 
-def _assign_tails(items: Sequence[Item], tails: Sequence[int], ranks: Ranks, limit: int) -> list[tuple[int, int]]:
+def _assign_tails(items: Items, ranks: Ranks, limit: int, owners: list[int]) -> None:
+    """Fill in the owners of tails, in bundles of up to ``limit`` bytes; ``ranks`` is updated."""
     heaviest = max(ranks.nbytes)
     heap = [(nbytes, rank) for rank, nbytes in enumerate(ranks.nbytes)]
     heapq.heapify(heap)
-    owners = []
-    for size, bundle in _bundles(items, tails, limit):
+    for size, bundle in _bundles(items, limit):
         while heap[0][0] != ranks.nbytes[heap[0][1]]:
             heapq.heappop(heap)  # an entry from before that rank got more
-        present = ranks.units[items[bundle[0]].unit]
+        unit = items.units[bundle[0]]
+        present = ranks.units[unit]
         owner = min(present, key=lambda rank: (ranks.nbytes[rank], rank), default=heap[0][1])
         if ranks.nbytes[owner] + size > heaviest:
             owner = heap[0][1]
         for number in bundle:
-            owners.append((number, owner))
-            ranks.flops[owner] += items[number].flops
-            ranks.join_unit(items[number], owner)
+            owners[number] = owner
+            ranks.flops[owner] += items.flops[number]
+        ranks.join_unit(unit, size, owner)
         ranks.nbytes[owner] += size
         heapq.heappush(heap, (ranks.nbytes[owner], owner))
         heaviest = max(heaviest, ranks.nbytes[owner])
-    return owners

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mfsdp.planning.assign import Item, Ranks, assign
+from mfsdp.planning.assign import Items, Ranks, assign
 from mfsdp.planning.bounds import lower_bound
 from mfsdp.planning.cost import CostModel
 from mfsdp.planning.records import MatrixShard, ParameterSpec, Part, Role
@@ -83,13 +83,14 @@ def _try(
     limit: int | None,
 ) -> _Placement:
     pieces = [_pieces(spec, flops, limit) for spec, (flops, _) in zip(specs, costs, strict=True)]
-    items = []
+    items = Items()
     for spec, (flops, nbytes), counts in zip(specs, costs, pieces, strict=True):
         if len(counts) == 1:
-            items.append(Item(flops, nbytes, spec.unit, spec.role is Role.TAIL))
+            items.add(flops, nbytes, spec.unit, spec.role is Role.TAIL)
             continue
         stack = spec.shape[0]
-        items += [Item(flops * count // stack, nbytes * count // stack, spec.unit) for count in counts]
+        for count in counts:
+            items.add(flops * count // stack, nbytes * count // stack, spec.unit)
     ranks = Ranks(list(base[0]), list(base[1]))
     return _Placement(pieces, assign(items, ranks, cap), ranks)
 
@@ -135,10 +136,10 @@ def _shards(
 ) -> Iterator[MatrixShard]:
     position = 0
     for spec, cost, counts in zip(specs, costs, placement.pieces, strict=True):
-        owners = placement.owners[position : position + len(counts)]
+        owner, owners = placement.owners[position], placement.owners[position : position + len(counts)]
         position += len(counts)
-        if len(set(owners)) == 1:
-            yield shard(spec, owners[0], cost)
+        if len(counts) == 1 or len(set(owners)) == 1:
+            yield shard(spec, owner, cost)
         else:
             yield shard(spec, None, cost, _parts(owners, counts))
 

@@ -25,7 +25,7 @@ def _checked(entries: Mapping[str, MatrixShard], world_size: int) -> dict[str, s
     for name, entry in entries.items():
         if entry.name != name:
             raise PlanError(f"the entry under {name!r} is named {entry.name!r}; key and name must be equal.")
-        owner = max((part.owner for part in entry.parts), default=entry.owner)
+        owner = max(part.owner for part in entry.parts) if entry.parts else entry.owner
         if owner is not None and owner >= world_size:
             raise PlanError(
                 f"{name}: owner {owner} is outside a mesh dimension of {world_size} ranks (0 to "
