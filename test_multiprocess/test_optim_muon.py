@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+import mfsdp
 from mfsdp.comm_counter import CommCounter
 from mfsdp.dtensor import is_local, local_tensor
 from mfsdp.optim import AdamW, Muon
@@ -17,25 +18,12 @@ from mfsdp.placements import OwnerShard, Tail
 from test_multiprocess.world import on_ranks
 
 MATRICES = [(8, 8), (12, 4), (4, 12), (1, 5), (6, 6)]
-VECTORS: list[tuple[int, ...]] = [(7,), (3, 2, 2), (5, 4), (1,)]
+VECTORS: list[tuple[int, ...]] = [(7,), (3, 2, 2), (), (5, 4), (1,)]
 
 
 def owned(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """``full`` in an owner placement, made of what every rank has anyway."""
-    like = DTensor.from_local(
-        full[:0] if full.ndim else full.reshape(1)[:0],
-        mesh,
-        placements,
-        run_check=False,
-        shape=full.shape,
-        stride=full.stride(),
-    )
-    if not is_local(like):
-        return like
-    local = full.clone()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
+    return mfsdp.distribute_tensor(full.clone(), mesh, placements, src_data_rank=None)
 
 
 def tensors(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
@@ -53,9 +41,7 @@ def assert_steps_like(
     """Step both with the same gradients; what this rank owns is bit-equal after each, with no collective."""
     shapes = [tuple(param.shape) for param in params]
     for step in range(steps):
-        for param, expected, grad in zip(
-            params, reference_params, tensors(shapes, seed=step + 9), strict=True
-        ):
+        for param, expected, grad in zip(params, reference_params, tensors(shapes, seed=step + 9), strict=True):
             expected.grad = grad.clone()
             param.grad = owned(grad, param.device_mesh, param.placements)
         with CommCounter() as comm:
@@ -96,8 +82,7 @@ def test_muon_on_replicas_of_owners() -> None:
 def test_adamw_bit_equal_to_torch_on_full_tensors(mesh: DeviceMesh, world_size: int, amsgrad: bool) -> None:
     full = tensors([*VECTORS, *MATRICES], seed=0)
     params = [
-        nn.Parameter(owned(t, mesh, [(Tail if i % 3 else OwnerShard)(i % world_size)]))
-        for i, t in enumerate(full)
+        nn.Parameter(owned(t, mesh, [(Tail if i % 3 else OwnerShard)(i % world_size)])) for i, t in enumerate(full)
     ]
     reference = [nn.Parameter(t.clone()) for t in full]
     options = {"lr": 0.01, "foreach": True, "amsgrad": amsgrad}
@@ -140,9 +125,7 @@ def test_adamw_on_row_shards(mesh: DeviceMesh) -> None:
 
 @on_ranks(2, 3)
 def test_state_has_the_same_entries_in_the_parameters_placement(mesh: DeviceMesh, world_size: int) -> None:
-    matrices = [
-        nn.Parameter(owned(t, mesh, [OwnerShard(i % world_size)])) for i, t in enumerate(tensors(MATRICES, 0))
-    ]
+    matrices = [nn.Parameter(owned(t, mesh, [OwnerShard(i % world_size)])) for i, t in enumerate(tensors(MATRICES, 0))]
     tails = [nn.Parameter(owned(t, mesh, [Tail(i % world_size)])) for i, t in enumerate(tensors(VECTORS, 0))]
     for optimizer, params in ((Muon(matrices), matrices), (AdamW(tails), tails)):
         for param in params[1:]:  # the first never has a gradient
@@ -170,9 +153,7 @@ def test_what_no_rank_holds_whole_is_refused_on_every_rank(mesh: DeviceMesh) -> 
     def refusal(placement: Placement, shape: tuple[int, ...] = (4, 4)) -> str:
         local = torch.ones(shape)
         param = nn.Parameter(
-            DTensor.from_local(
-                local, mesh, [placement], run_check=False, shape=local.shape, stride=local.stride()
-            )
+            DTensor.from_local(local, mesh, [placement], run_check=False, shape=local.shape, stride=local.stride())
         )
         with pytest.raises(ValueError) as refused:
             Muon([("fine", nn.Parameter(torch.ones(2, 2))), ("blocks.0.norm.weight", param)])

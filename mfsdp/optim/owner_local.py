@@ -102,14 +102,10 @@ def state_like(param: Tensor, shape: Sequence[int] | None = None, dtype: torch.d
             holders hold whole.
         dtype: by default that of ``param``.
     """
-    local = local_tensor(param)
     if shape is None:
-        zeros = torch.zeros_like(local, dtype=dtype, requires_grad=False)
-        shape, stride = param.shape, param.stride()
-    else:
-        held = list(shape) if is_local(param) else [0, *shape[1:]]
-        zeros = local.new_zeros(held, dtype=dtype)
-        stride = torch.empty(tuple(shape), device="meta").stride()
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    held = shape if is_local(param) else (0, *shape[1:])
+    zeros = local_tensor(param).new_zeros(held, dtype=dtype)
     if not isinstance(param, DTensor):
         return zeros
     return DTensor.from_local(
@@ -118,7 +114,7 @@ def state_like(param: Tensor, shape: Sequence[int] | None = None, dtype: torch.d
         param.placements,
         run_check=False,
         shape=torch.Size(shape),
-        stride=stride,
+        stride=torch.empty(tuple(shape), device="meta").stride(),
     )
 
 

@@ -142,9 +142,7 @@ def _matrix_class(matrix: str | type[Optimizer]) -> type[Optimizer]:
     if isinstance(matrix, str) and matrix in _BY_NAME:
         return _BY_NAME[matrix]
     known = ", ".join(map(repr, _BY_NAME))
-    raise ValueError(
-        f"build_optimizer: matrix must be {known} or a torch.optim.Optimizer class, not {matrix!r}."
-    )
+    raise ValueError(f"build_optimizer: matrix must be {known} or a torch.optim.Optimizer class, not {matrix!r}.")
 
 
 def _with_foreach(options: dict[str, Any]) -> dict[str, Any]:
