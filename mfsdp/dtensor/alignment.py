@@ -5,8 +5,9 @@ others are replicated there. Otherwise operands move first, by the rules in this
 
 - an op that writes to an operand keeps that operand where it is, and the others come to it;
 - ``stack`` and ``cat`` of different owners go through a ``Partial`` that costs nothing to enter: the owner keeps its
-  value, the others hold the identity of the reduction. It is the kind that some operand already has (a norm's,
-  say), else ``Partial("sum")``;
+  value, the others hold zeros. It is the kind that some operand already has (a norm's, say), else
+  ``Partial("sum")``. Where another operand has a kind for which zeros are not neutral (the maximum norm's), the
+  owned ones are replicated together by one collective (:func:`mfsdp.dtensor.moving.replicated_together`);
 - any other op over different owners, or over owned and sharded operands, sees the owned ones replicated.
 """
 
@@ -19,11 +20,11 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from mfsdp.dtensor.redistribute import partial_identity
+from mfsdp.dtensor.redistribute import is_sum
 from mfsdp.dtensor.specs import Owners, dim_name
 from mfsdp.placements import is_owner
 
-_CONCATENATIONS = {torch.ops.aten.cat.default, torch.ops.aten.stack.default}
+CONCATENATIONS = {torch.ops.aten.cat.default, torch.ops.aten.stack.default}
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _align_dim(op: OpOverload, operands: Sequence[Operand], mesh_dim: int) -> tu
     agree = all(placement.owner == owned[0].owner for placement in owned)
     if agree and all(is_owner(placement) or isinstance(placement, Replicate) for placement in here):
         return owned[0], here
-    meeting = _concatenation_partial(here, operands) if op in _CONCATENATIONS else None
+    meeting = _concatenation_partial(here) if op in CONCATENATIONS else None
     return None, [(meeting or Replicate()) if is_owner(placement) else placement for placement in here]
 
 
@@ -123,11 +124,9 @@ def _check_same_place(op: OpOverload, first: Operand, other: Operand, mesh_dim: 
             )
 
 
-def _concatenation_partial(here: Sequence[Placement], operands: Sequence[Operand]) -> Placement | None:
+def _concatenation_partial(here: Sequence[Placement]) -> Placement | None:
     partials = [placement for placement in here if isinstance(placement, Partial)]
     if any(not (is_owner(p) or isinstance(p, Partial | Replicate)) for p in here):
         return None
     meeting = partials[0] if partials else Partial("sum")
-    dtype = operands[0].spec.tensor_meta.dtype  # type: ignore[union-attr]
-    usable = partial_identity(meeting, dtype) is not None and all(p == meeting for p in partials)
-    return meeting if usable else None
+    return meeting if is_sum(meeting) and all(p == meeting for p in partials) else None

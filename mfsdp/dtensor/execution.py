@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mfsdp.dtensor import lists, values
-from mfsdp.dtensor.alignment import Operand, align
+from mfsdp.dtensor.alignment import CONCATENATIONS, Operand, align
 from mfsdp.dtensor.metadata import OutputMeta, Outputs, ValueDependentError, output_metadata
-from mfsdp.dtensor.moving import moved
+from mfsdp.dtensor.moving import moved, replicated_together
 from mfsdp.dtensor.schema import argument, operands, traits
 from mfsdp.dtensor.specs import Owners, dim_name, has_owner, holds, output_spec, with_owners, without_owners
 
@@ -36,6 +36,9 @@ def execute(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     found = list(operands(op, args, kwargs))
     alignment = align(op, [Operand(tensor._spec, written) for tensor, written in found])
     if alignment.moves:
+        if op in CONCATENATIONS and not any(isinstance(p, Partial) for p in alignment.placements[0]):
+            together = iter(replicated_together([tensor for tensor, _ in found]))
+            args, kwargs = _map_dtensors(lambda _: next(together), args, kwargs)
         targets = iter(alignment.placements)
         args, kwargs = _map_dtensors(lambda tensor: moved(tensor, next(targets)), args, kwargs)
         return op(*args, **kwargs)

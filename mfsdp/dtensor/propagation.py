@@ -7,22 +7,22 @@ ordinary DTensor costs, and every other rank no arithmetic.
 
 What the cache cannot express is executed completely by :mod:`mfsdp.dtensor.execution` and not cached: operands that
 must move first, list ops, results that are Python values or whose shapes depend on values, random numbers, ops that
-reshape their argument in place, dimensions that are sharded besides, and ops whose cache key leaves out an argument
-that decides the output's shape or dtype.
+reshape their argument in place, dimensions that are sharded besides, and calls whose cache key does not decide the
+outputs (:mod:`mfsdp.dtensor.keys`).
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding
 
 from mfsdp.dtensor.alignment import Operand, align
 from mfsdp.dtensor.execution import execute, is_whole
+from mfsdp.dtensor.keys import key_decides_outputs
 from mfsdp.dtensor.metadata import OutputMeta, ValueDependentError, output_metadata
 from mfsdp.dtensor.schema import operands, traits
 from mfsdp.dtensor.specs import empty_shape, has_owner, holds, output_spec
@@ -89,8 +89,6 @@ def _cacheable_answer(
         return None  # it writes to something else than its first argument, or returns more than that
     schema = info.schema
     assert schema is not None
-    if not _key_decides_outputs(op, args, kwargs, schema.schema_info):
-        return None
     found = list(operands(op, args, kwargs))
     alignment = align(op, [Operand(tensor._spec, written) for tensor, written in found])
     if alignment.moves or not all(is_whole(tensor, alignment.owners) for tensor, _ in found):
@@ -98,6 +96,8 @@ def _cacheable_answer(
     try:
         metas = output_metadata(op, args, kwargs)
     except ValueDependentError:
+        return None
+    if not key_decides_outputs(op, args, kwargs, metas):
         return None
     outputs = [metas] if isinstance(metas, OutputMeta) else list(metas or ())
     if not outputs or not all(isinstance(meta, OutputMeta) for meta in outputs):
@@ -111,32 +111,6 @@ def _cacheable_answer(
         return OutputSharding(answer)
     kind = None if isinstance(metas, OutputMeta) else type(metas)
     return SkippedOutputSharding(answer, schema, outputs, kind)  # type: ignore[arg-type]
-
-
-def _key_decides_outputs(
-    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], info: RuntimeSchemaInfo | None
-) -> bool:
-    """Whether equal cache keys mean equal output metadata.
-
-    The key holds tensor metadata, and of the other arguments those that ``info`` names. An argument outside the
-    key is harmless only if it is a real number beside floating-point tensors: no shape and no dtype depends on it.
-    """
-    static_from = 100 if info is None else info.static_argnum
-    static_names = () if info is None or info.static_kwargkey is None else info.static_kwargkey
-    types = {argument.name: str(argument.type) for argument in op._schema.arguments}
-    outside = [pair for position, pair in enumerate(zip(args, types.values(), strict=False)) if position < static_from]
-    outside += [(value, types[name]) for name, value in kwargs.items() if name not in static_names]
-    floating = all(tensor.is_floating_point() for tensor, _ in operands(op, args, kwargs))
-    return all(
-        _is_tensor_like(value) or (floating and kind == "number" and type(value) in (int, float))
-        for value, kind in outside
-    )
-
-
-def _is_tensor_like(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return bool(value) and all(isinstance(item, Tensor) for item in value)
-    return isinstance(value, Tensor)
 
 
 def _runs_on_empties(op: OpOverload, found: Sequence[tuple[DTensor, bool]], outputs: Sequence[OutputMeta]) -> bool:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -123,28 +122,16 @@ def _check_transition(current: Placement, target: Placement, mesh: DeviceMesh, m
     other = target if is_owner(current) else current
     known = isinstance(other, Replicate) or _is_shard(other) or isinstance(other, Partial)
     if is_owner(current) and isinstance(other, Partial):
-        known = partial_identity(other, torch.float32) is not None
+        known = is_sum(other)
     if not known:
         raise NotImplementedError(
             f"redistribute from {current!r} to {target!r} on {dim_name(mesh, mesh_dim)} is not implemented. {_REMEDY}"
         )
 
 
-def partial_identity(partial: Placement, dtype: torch.dtype) -> float | int | bool | None:
-    """What ranks other than the owner hold so that reducing gives the owner's value; None if nothing does."""
-    if type(partial) not in (Partial, _NormPartial):
-        return None
-    lowest, highest = _range(dtype)
-    return {"sum": 0, "product": 1, "max": lowest, "min": highest}.get(partial.reduce_op)  # type: ignore[attr-defined]
-
-
-def _range(dtype: torch.dtype) -> tuple[float | int | bool, float | int | bool]:
-    if dtype == torch.bool:
-        return False, True
-    if dtype.is_floating_point or dtype.is_complex:
-        return -math.inf, math.inf
-    info = torch.iinfo(dtype)
-    return info.min, info.max
+def is_sum(placement: Placement) -> bool:
+    """Whether zeros on all ranks but one leave the value of that one: a sum, or the sum inside a norm."""
+    return type(placement) in (Partial, _NormPartial) and placement.reduce_op == "sum"  # type: ignore[attr-defined]
 
 
 def _is_shard(placement: Placement) -> bool:
@@ -276,9 +263,7 @@ def _leave(state: _State, mesh_dim: int, target: Placement) -> _State:
         return state.moved(state.empty(), mesh_dim, target)
     is_root = state.here(mesh_dim) == source.owner
     if isinstance(target, Partial):
-        identity = partial_identity(target, state.local.dtype)
-        assert identity is not None  # checked before the first step
-        local = state.local.clone() if is_root else state.local.new_full(_held_shape(state.spec), identity)
+        local = state.local.clone() if is_root else state.local.new_zeros(_held_shape(state.spec))
     elif isinstance(target, Shard):
         local = _scatter(state, mesh_dim, target.dim, source.owner)
     else:

@@ -1,0 +1,81 @@
+"""Whether the dispatcher's cache key decides an op's outputs, and how to make it so.
+
+DTensor's C++ dispatcher caches an answer under the metadata of the tensors and those other arguments that the op's
+``RuntimeSchemaInfo`` names. Many ops have none, or one that leaves out an argument which decides the output's shape or
+dtype (``histc`` its bins): a second call with another value then silently gets the first one's shapes. So before an
+answer for an owned operand may be cached, the op's info is completed: every argument that is neither a tensor nor a
+number becomes part of the key. That makes keys of plain DTensors finer as well, never coarser.
+
+Numbers stay outside (a learning rate changes every step) unless they decide the output's dtype.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+from mfsdp.dtensor.metadata import Outputs, output_metadata
+
+_NUMBERS = ("number", "Optional[number]")
+
+
+def key_decides_outputs(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs) -> bool:
+    """Whether every call of ``op`` with the cache key of this one has these output metadata.
+
+    If not, the key is completed for later calls, and this call's answer must not be cached.
+    """
+    return _complete(op) and not _numbers_matter(op, args, kwargs, outputs)
+
+
+def _complete(op: OpOverload) -> bool:
+    """Whether the key of ``op`` was complete; now it is."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    info = propagator.op_to_schema_info.get(op) or propagator.op_to_schema_info_for_single_dim_strategy.get(op)
+    first, names = _deciding_arguments(op)
+    static_from = RuntimeSchemaInfo().static_argnum if info is None else info.static_argnum
+    static_names = [] if info is None else (info.static_kwargkey or [])
+    if static_from <= first and names <= set(static_names):
+        return True
+    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(
+        min(static_from, first),
+        [*static_names, *sorted(names - set(static_names))],
+        needs_pytree=info is not None and info.needs_pytree,
+    )
+    return False
+
+
+@lru_cache(maxsize=8192)
+def _deciding_arguments(op: OpOverload) -> tuple[int, frozenset[str]]:
+    """Position of the first argument that is neither tensor nor number, and the names of such keywords."""
+    positions = [RuntimeSchemaInfo().static_argnum]
+    names = set()
+    for position, argument in enumerate(op._schema.arguments):
+        kind = str(argument.type)
+        if "Tensor" in kind or kind in _NUMBERS:
+            continue
+        if argument.kwarg_only:
+            names.add(argument.name)
+        else:
+            positions.append(position)
+    return min(positions), frozenset(names)
+
+
+def _numbers_matter(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs) -> bool:
+    """Whether another number outside the key, say a complex one, would give outputs of another dtype."""
+    kinds = {argument.name: str(argument.type) for argument in op._schema.arguments}
+    positions = [i for i, (_, kind) in enumerate(zip(args, kinds.values(), strict=False)) if kind in _NUMBERS]
+    names = [name for name in kwargs if kinds[name] in _NUMBERS]
+    if not (positions or names):
+        return False
+    for number in (1, 1.5, 1j):
+        other_args = tuple(number if i in positions else value for i, value in enumerate(args))
+        other_kwargs = {name: number if name in names else value for name, value in kwargs.items()}
+        try:
+            other = output_metadata(op, other_args, other_kwargs)
+        except (RuntimeError, TypeError, ValueError):
+            continue  # the op refuses such a number, so it cannot come
+        if other != outputs:
+            return True
+    return False
