@@ -116,12 +116,12 @@ def test_full_parameters_are_freed_and_the_owners_pinned(mesh: DeviceMesh, cast:
     loss = loss_of(model, 0)
     layers = [group for group in groups_of(model) if group._module_fqn]
     for group in layers:
-        for segment, buffer in zip(group._layout.segments, group._buffers, strict=True):
+        for segment, buffer in zip(group._layout.segments, group._memory.buffers, strict=True):
             mine = segment.owner == mesh.get_local_rank()
             assert buffer.state is (BufferState.PINNED if mine and not cast else BufferState.FREED)
             assert buffer.nbytes == 0
     loss.backward()
-    assert sum(buffer.nbytes for group in groups_of(model) for buffer in group._buffers) == 0
+    assert sum(group._memory.nbytes for group in groups_of(model)) == 0
 
 
 @on_ranks(2)
@@ -134,7 +134,7 @@ def test_what_autograd_saved_does_not_keep_freed_memory(mesh: DeviceMesh) -> Non
     group = next(group for group in groups_of(model) if group._module_fqn == "layers.0")
     storages = {
         buffer.flat.untyped_storage()._cdata: buffer
-        for segment, buffer in zip(group._layout.segments, group._buffers, strict=True)
+        for segment, buffer in zip(group._layout.segments, group._memory.buffers, strict=True)
         if segment.owner != mesh.get_local_rank()
     }
     aliases = [t for t in saved if t.untyped_storage()._cdata in storages]

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from mfsdp.fsdp.buffers import BufferState, SegmentBuffer
+from mfsdp.fsdp.buffers import BufferState, FullBuffer
 
 
 def test_states_follow_each_other() -> None:
-    buffer = SegmentBuffer(6, torch.bfloat16, torch.device("cpu"))
+    buffer = FullBuffer(6, torch.bfloat16, torch.device("cpu"))
     assert (buffer.state, buffer.nbytes) == (BufferState.SHARDED, 0)
-    with pytest.raises(RuntimeError, match="never gathered"):
+    with pytest.raises(RuntimeError, match="nothing was gathered"):
         _ = buffer.flat
     flat = buffer.open()
     assert (buffer.state, buffer.nbytes) == (BufferState.GATHERING, 12)
@@ -27,7 +27,7 @@ def test_states_follow_each_other() -> None:
 
 
 def test_views_survive_being_freed() -> None:
-    buffer = SegmentBuffer(6, torch.float32, torch.device("cpu"))
+    buffer = FullBuffer(6, torch.float32, torch.device("cpu"))
     view = buffer.open().view(2, 3).t()
     storage = view.untyped_storage()._cdata
     buffer.close()
@@ -40,7 +40,7 @@ def test_views_survive_being_freed() -> None:
 
 def test_a_pinned_buffer_is_the_resident_segment() -> None:
     resident = torch.arange(4.0)
-    buffer = SegmentBuffer.pinned_to(resident)
+    buffer = FullBuffer.pinned_to(resident)
     for move in (buffer.open, buffer.close, buffer.free):
         move()
         assert (buffer.state, buffer.nbytes) == (BufferState.PINNED, 0)
@@ -51,7 +51,7 @@ def test_a_pinned_buffer_is_the_resident_segment() -> None:
 def test_a_step_on_the_resident_segment_is_no_change_of_what_autograd_saved() -> None:
     # as on the ranks that gathered a copy: a step between forward and backward is no error there either
     resident = torch.ones(4)
-    full = torch.nn.Parameter(SegmentBuffer.pinned_to(resident).flat)
+    full = torch.nn.Parameter(FullBuffer.pinned_to(resident).flat)
     product = (full * full).sum()
     resident.mul_(3)
     product.backward()
@@ -60,7 +60,7 @@ def test_a_step_on_the_resident_segment_is_no_change_of_what_autograd_saved() ->
 
 
 def test_a_buffer_that_is_first_used_in_inference_can_train_later() -> None:
-    buffer = SegmentBuffer(2, torch.float32, torch.device("cpu"))
+    buffer = FullBuffer(2, torch.float32, torch.device("cpu"))
     with torch.inference_mode():
         flat = buffer.open()
     assert not flat.is_inference()

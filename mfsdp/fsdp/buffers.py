@@ -1,7 +1,7 @@
 """The memory that full parameters live in, and its life cycle.
 
-Every segment of a unit has one buffer on every rank, a 1-D tensor that the full parameters are views of. It
-is in one of five states::
+Every segment of a unit has one buffer on every rank, a 1-D tensor that the full parameters are views of; or,
+where the gather needs it, one buffer holds all segments of the unit. A buffer is in one of five states::
 
                     open()              close()
       +---------+  allocates  +-----------+      +------+
@@ -40,11 +40,11 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-__all__ = ["BufferState", "SegmentBuffer"]
+__all__ = ["BufferState", "FullBuffer"]
 
 
 class BufferState(StrEnum):
-    """Where a :class:`SegmentBuffer` is in its life cycle; see the module's docstring."""
+    """Where a :class:`FullBuffer` is in its life cycle; see the module's docstring."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -53,11 +53,11 @@ class BufferState(StrEnum):
     PINNED = "pinned"
 
 
-class SegmentBuffer:
-    """The memory of one segment's full parameters on one rank.
+class FullBuffer:
+    """The memory of one segment's (or one unit's) full parameters on one rank.
 
     Args:
-        numel: size of the segment in elements.
+        numel: its size in elements.
         dtype: dtype that the full parameters are computed with.
         device: where they live.
     """
@@ -70,7 +70,7 @@ class SegmentBuffer:
         self.state = BufferState.SHARDED
 
     @classmethod
-    def pinned_to(cls, resident: Tensor) -> "SegmentBuffer":
+    def pinned_to(cls, resident: Tensor) -> "FullBuffer":
         """A buffer that is ``resident``, a 1-D tensor, itself."""
         buffer = cls(resident.numel(), resident.dtype, resident.device)
         # `.data` has a version counter of its own. With a shared one, an optimizer step between a forward
@@ -83,7 +83,7 @@ class SegmentBuffer:
     def flat(self) -> Tensor:
         """The 1-D tensor, the same object through all states but SHARDED."""
         if self._flat is None:
-            raise RuntimeError("this segment was never gathered, it has no full parameters yet")
+            raise RuntimeError("nothing was gathered yet, there are no full parameters")
         return self._flat
 
     @property
@@ -122,4 +122,4 @@ class SegmentBuffer:
             self.state = BufferState.FREED
 
     def __repr__(self) -> str:
-        return f"SegmentBuffer(numel={self._numel}, dtype={self._dtype}, state={self.state})"
+        return f"FullBuffer(numel={self._numel}, dtype={self._dtype}, state={self.state})"

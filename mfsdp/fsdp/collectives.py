@@ -1,26 +1,16 @@
-"""Gather and reduction of a unit's segments: one small class for each way to do it.
+"""Gather and reduction of a unit's segments: the interface, and the two ways that suit most networks.
 
 A *gather* brings every segment from its owner to all ranks of the shard dimension; a *reduction* brings the
 sum of all ranks' gradients of a segment to its owner. Both are given whole segments, start without waiting,
 and move exactly the segments' bytes: no padding, and no message for a segment without elements.
 
-How they are done is a strategy. :func:`choose_gather` and :func:`choose_reduction` hold the rule by which
-one is chosen from backend, ranks and sizes:
-
-==================  ===========================================  =====================================
-strategy            what it does                                 where it is chosen
-==================  ===========================================  =====================================
-BroadcastGather     one broadcast per segment, all of a unit     everywhere
-                    in one group where the backend can (NCCL)
-RootedReduction     one reduce to the owner per segment, all     everywhere
-                    of a unit in one group (NCCL)
-==================  ===========================================  =====================================
+Each way to do it is a small class. Which one a unit uses is decided in :mod:`mfsdp.fsdp.strategy`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,8 +26,7 @@ __all__ = [
     "Reduction",
     "RootedReduction",
     "ShardGroup",
-    "choose_gather",
-    "choose_reduction",
+    "Shipment",
 ]
 
 
@@ -59,13 +48,13 @@ class ShardGroup:
     coordinate: int
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, dim: int, group: dist.ProcessGroup | None = None) -> "ShardGroup":
+    def of(cls, mesh: DeviceMesh, dim: int) -> "ShardGroup":
         """The ranks of ``mesh`` that differ from this one on dimension ``dim`` only."""
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise RuntimeError(f"rank {dist.get_rank()} is not part of {mesh}")
         line = mesh.mesh.movedim(dim, -1)[tuple(at for d, at in enumerate(coordinate) if d != dim)]
-        return cls(group or mesh.get_group(dim), tuple(line.tolist()), coordinate[dim])
+        return cls(mesh.get_group(dim), tuple(line.tolist()), coordinate[dim])
 
     @property
     def size(self) -> int:
@@ -84,6 +73,20 @@ class Piece:
 
     owner: int
     flat: Tensor
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """The segments of a unit that travel together: the same on every rank, by ascending owner.
+
+    Args:
+        pieces: the segments that have elements.
+        whole: for a :class:`Gather` that is ``contiguous``, the 1-D tensor in which they lie one after the
+            other.
+    """
+
+    pieces: tuple[Piece, ...]
+    whole: Tensor | None = None
 
 
 class _Waitable(Protocol):
@@ -114,35 +117,34 @@ class Pending:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"{self._what} did not complete on rank {dist.get_rank()}: another rank has failed, or "
-                    f"has not reached this point within the timeout of the process group. ({error})"
-                ) from error
+                raise failure(self._what, error) from error
 
 
-def _start_each(
-    group: dist.ProcessGroup, device: torch.device, starts: Sequence[Callable[[], dist.Work]]
-) -> list[_Waitable]:
-    """Start collectives, as one group of the backend where it has such a thing."""
-    if len(starts) > 1 and group._get_backend(device).supports_coalescing:
-        with _coalescing_manager(group, device, async_ops=True) as manager:
-            for start in starts:
-                start()
-        return [manager]
-    return [start() for start in starts]
+def failure(what: str, error: Exception) -> RuntimeError:
+    """The error of a rank that waits in vain, with the name of what it waits for."""
+    return RuntimeError(
+        f"{what} did not complete on rank {dist.get_rank()}: another rank has failed, or has not reached "
+        f"this point within the timeout of the process group. ({error})"
+    )
 
 
 class Gather(ABC):
     """A way to bring segments from their owners to all ranks."""
 
+    contiguous: ClassVar[bool] = False
+    """Whether it needs the unit in one tensor, ``shipment.whole``; the owner's segment is not pinned then."""
+
     @abstractmethod
-    def start(self, ranks: ShardGroup, pieces: Sequence[Piece], what: str) -> Pending:
-        """Start to fill ``pieces`` on the ranks that do not own them. Called on every rank of ``ranks``.
+    def start(self, ranks: ShardGroup, shipment: Shipment, what: str) -> Pending:
+        """Start to fill the pieces on the ranks that do not own them. Called on every rank of ``ranks``.
 
         Args:
             ranks: who takes part.
-            pieces: the same segments in the same order on every rank, each of at least one element.
+            shipment: what travels.
             what: what to call this in errors.
+
+        Raises:
+            RuntimeError: another rank has failed already.
         """
 
 
@@ -150,36 +152,29 @@ class Reduction(ABC):
     """A way to bring the sum over all ranks of each segment to its owner."""
 
     @abstractmethod
-    def start(self, ranks: ShardGroup, pieces: Sequence[Piece], what: str) -> Pending:
-        """Start to sum ``pieces`` into the owners' tensors; those of other ranks are used up.
+    def start(self, ranks: ShardGroup, shipment: Shipment, what: str) -> Pending:
+        """Start to sum the pieces into the owners' tensors; those of other ranks are used up.
 
-        Arguments are those of :meth:`Gather.start`.
+        Arguments and errors are those of :meth:`Gather.start`.
         """
 
 
 class BroadcastGather(Gather):
-    """One broadcast from each owner."""
+    """One broadcast from each owner, as one group of the backend where it has such a thing (NCCL)."""
 
-    def start(self, ranks: ShardGroup, pieces: Sequence[Piece], what: str) -> Pending:
-        if ranks.size == 1 or not pieces:
-            return Pending(what, [])
+    def start(self, ranks: ShardGroup, shipment: Shipment, what: str) -> Pending:
+        def start_one(piece: Piece) -> dist.Work:
+            return dist.broadcast(piece.flat, src=ranks.ranks[piece.owner], group=ranks.group, async_op=True)
 
-        def start_one(piece: Piece) -> Callable[[], dist.Work]:
-            return lambda: dist.broadcast(piece.flat, src=ranks.ranks[piece.owner], group=ranks.group, async_op=True)
-
-        starts = [start_one(piece) for piece in pieces]
-        return Pending(what, _start_each(ranks.group, pieces[0].flat.device, starts))
+        return _start_each(ranks, shipment, what, start_one)
 
 
 class RootedReduction(Reduction):
-    """One rooted reduce to each owner."""
+    """One rooted reduce to each owner, as one group of the backend where it has such a thing (NCCL)."""
 
-    def start(self, ranks: ShardGroup, pieces: Sequence[Piece], what: str) -> Pending:
-        if ranks.size == 1 or not pieces:
-            return Pending(what, [])
-
-        def start_one(piece: Piece) -> Callable[[], dist.Work]:
-            return lambda: dist.reduce(
+    def start(self, ranks: ShardGroup, shipment: Shipment, what: str) -> Pending:
+        def start_one(piece: Piece) -> dist.Work:
+            return dist.reduce(
                 piece.flat,
                 dst=ranks.ranks[piece.owner],
                 op=dist.ReduceOp.SUM,
@@ -187,15 +182,19 @@ class RootedReduction(Reduction):
                 async_op=True,
             )
 
-        starts = [start_one(piece) for piece in pieces]
-        return Pending(what, _start_each(ranks.group, pieces[0].flat.device, starts))
+        return _start_each(ranks, shipment, what, start_one)
 
 
-def choose_gather() -> Gather:
-    """The gather for a unit; the rule is in the module's docstring."""
-    return BroadcastGather()
-
-
-def choose_reduction() -> Reduction:
-    """The reduction for a unit; the rule is in the module's docstring."""
-    return RootedReduction()
+def _start_each(ranks: ShardGroup, shipment: Shipment, what: str, start_one: Callable[[Piece], dist.Work]) -> Pending:
+    if ranks.size == 1 or not shipment.pieces:
+        return Pending(what, [])
+    device: torch.device = shipment.pieces[0].flat.device
+    try:
+        if len(shipment.pieces) > 1 and ranks.group._get_backend(device).supports_coalescing:
+            with _coalescing_manager(ranks.group, device, async_ops=True) as manager:
+                for piece in shipment.pieces:
+                    start_one(piece)
+            return Pending(what, [manager])
+        return Pending(what, [start_one(piece) for piece in shipment.pieces])
+    except RuntimeError as error:
+        raise failure(what, error) from error

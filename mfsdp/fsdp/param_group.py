@@ -37,12 +37,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Replicate
 from torch.profiler import record_function
 
-from mfsdp.fsdp.buffers import SegmentBuffer
-from mfsdp.fsdp.collectives import Pending, Piece, ShardGroup, choose_gather, choose_reduction
+from mfsdp.fsdp.collectives import Gather, Pending, ShardGroup
 from mfsdp.fsdp.managed import ManagedParameter
 from mfsdp.fsdp.owner_param import OwnerParam, ResidentView
 from mfsdp.fsdp.reduction import GradientReduction, PartialSum, ReductionPlan, Reductions
 from mfsdp.fsdp.segments import UnitLayout
+from mfsdp.fsdp.strategy import choose_gather, choose_reduction
+from mfsdp.fsdp.unit_memory import UnitMemory
 from mfsdp.planning import Role
 
 __all__ = ["OwnerParamGroup"]
@@ -92,8 +93,9 @@ class OwnerParamGroup(FSDPParamGroup):
         self._own = self._layout.owned_by(self._ranks.coordinate)
         self._resident = self._take(managed)
         self._must_repack = False
-        self._buffers: list[SegmentBuffer] | None = None
-        self._gather = choose_gather()
+        self._memory: UnitMemory | None = None
+        itemsize = (mp_policy.param_dtype or self._resident.dtype).itemsize
+        self._gather = choose_gather(self._ranks, self._layout, itemsize, device)
         self._gathering: Pending | None = None
         self._reduction = choose_reduction()
         self._partial = PartialSum()
@@ -143,9 +145,7 @@ class OwnerParamGroup(FSDPParamGroup):
         dtype, device = self.fsdp_params[0].local.dtype, self.fsdp_params[0].local.device
         if (self._resident.dtype, self._resident.device) != (dtype, device):
             self._resident = torch.empty(self._own.numel, dtype=dtype, device=device)
-            self._buffers = None
-            for param in self.fsdp_params:
-                param.drop_full()
+            self._drop_memory()
         for slot in self._own.slots:
             param, view = self.fsdp_params[slot.index], slot.view(self._resident)
             if param.local.data_ptr() != view.data_ptr():
@@ -172,59 +172,54 @@ class OwnerParamGroup(FSDPParamGroup):
             return
         if self._must_repack:
             self._repack()
+        if self._memory is None:
+            self._memory = self._new_memory()
         stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)[-1]
         with record_function(self._with_fqn("FSDP::gather")), self.device_handle.stream(stream):
-            pieces = self._open_buffers()
-            self._gathering = self._gather.start(self._ranks, pieces, self._what("gather"))
+            self._gathering = self._gather.start(self._ranks, self._memory.open(), self._what("gather"))
 
-    @torch.no_grad()
-    def _open_buffers(self) -> list[Piece]:
-        """The buffers, ready to be gathered into, this rank's segment in place."""
-        if self._buffers is None:
-            self._buffers = self._new_buffers()
-        pieces = []
-        for segment, buffer in zip(self._layout.segments, self._buffers, strict=True):
-            flat = buffer.open()
-            if segment.owner == self._ranks.coordinate and not buffer.is_pinned:
-                with torch.autograd._unsafe_preserve_version_counter(flat):
-                    flat.copy_(self._resident)
-            if segment.numel:
-                pieces.append(Piece(segment.owner, flat))
-        return pieces
+    def _new_memory(self) -> UnitMemory:
+        return UnitMemory(
+            self._layout,
+            self._resident,
+            self._ranks.coordinate,
+            self._full_dtype,
+            self.device,
+            self._gather.contiguous,
+        )
 
-    def _new_buffers(self) -> list[SegmentBuffer]:
-        dtype = self._full_dtype
-        pin = self._resident.dtype == dtype and self._resident.device == self.device
-        return [
-            SegmentBuffer.pinned_to(self._resident)
-            if pin and segment.owner == self._ranks.coordinate
-            else SegmentBuffer(segment.numel, dtype, self.device)
-            for segment in self._layout.segments
-        ]
+    def use_gather(self, gather: Gather) -> None:
+        """Gather in another way from now on; the same on every rank, between iterations."""
+        self._gather = gather
+        self._drop_memory()
+
+    def _drop_memory(self) -> None:
+        """Forget the full parameters; the next gather makes new ones."""
+        self._memory = None
+        for param in self.fsdp_params:
+            param.drop_full()
 
     @_disable_functorch_if_active
     def wait_for_unshard(self) -> None:
-        if self._gathering is None or self._buffers is None:
+        if self._gathering is None or self._memory is None:
             return
         with record_function(self._with_fqn("FSDP::wait_for_gather")):
             gathering, self._gathering = self._gathering, None
             gathering.wait()
-        for segment, buffer in zip(self._layout.segments, self._buffers, strict=True):
-            buffer.close()
-            for slot in segment.slots:
-                param = self.fsdp_params[slot.index]
-                if not hasattr(param, "_unsharded_param"):
-                    param.set_full(slot.view(buffer.flat))
+        self._memory.close()
+        if not hasattr(self.fsdp_params[0], "_unsharded_param"):
+            for index, view in self._memory.parameters():
+                self.fsdp_params[index].set_full(view)
         self._to_unsharded()
 
     def _to_sharded(self) -> None:
         super()._to_sharded()
         if self._gathering is None:
-            self._free_buffers()
+            self._free_memory()
 
-    def _free_buffers(self) -> None:
-        for buffer in self._buffers or ():
-            buffer.free()
+    def _free_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.free()
 
     # Backward #
     def _register_post_backward_hook(
@@ -317,7 +312,7 @@ class OwnerParamGroup(FSDPParamGroup):
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
             gathering.wait()
-            self._free_buffers()
+            self._free_memory()
 
     def _what(self, collective: str) -> str:
         return f"{collective} of unit {self._module_fqn or '(root)'}"

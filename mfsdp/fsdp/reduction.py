@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
-from mfsdp.fsdp.collectives import Pending, Piece, Reduction, ShardGroup
+from mfsdp.fsdp.collectives import Pending, Piece, Reduction, ShardGroup, Shipment
 from mfsdp.fsdp.owner_param import OwnerParam
 from mfsdp.fsdp.segments import Segment, UnitLayout
 
@@ -120,7 +120,7 @@ class GradientReduction:
     def launch(self) -> None:
         """Start to sum."""
         own = self._plan.ranks.coordinate
-        sent = [piece for piece in self._pieces if piece.flat.numel()]
+        sent = Shipment(tuple(piece for piece in self._pieces if piece.flat.numel()))
         self._pending = self._plan.strategy.start(self._plan.ranks, sent, self._plan.what)
         self._pieces = [piece for piece in self._pieces if piece.owner == own]
 

@@ -22,6 +22,7 @@ sizes count elements.
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -115,6 +116,11 @@ class UnitLayout:
             for slot in segment.slots
             if slot.index in indices
         )
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each segment starts, if they lie one after the other."""
+        return tuple(accumulate((segment.numel for segment in self.segments[:-1]), initial=0))
 
     @property
     def numel(self) -> int:
