@@ -128,8 +128,9 @@ class CostModel(ABC):
         kept = spec.numel * self.precision.kept_bytes(spec.dtype, spec.trainable)
         if not spec.trainable:
             return kept
-        elements = sum(count * self.matrix_state(rows, columns) for count, rows, columns in spec.matrices())
-        if spec.role is not Role.MATRIX:
+        if spec.role is Role.MATRIX:
+            elements = sum(count * self.matrix_state(rows, columns) for count, rows, columns in spec.matrices())
+        else:
             elements = 2 * spec.numel
         return kept + elements * self.precision.state_size(spec.dtype)
 
