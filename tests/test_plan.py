@@ -571,6 +571,17 @@ class TestValue:
             assert again == made
             assert again.name_of(model.norm, "weight") is None
 
+    def test_the_garbage_collector_is_left_as_it_was(self) -> None:
+        assert gc.isenabled()
+        plan(gpt(1), 2)
+        assert gc.isenabled()
+        gc.disable()
+        try:
+            plan(gpt(1), 2)
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+
     def test_entries_cannot_be_changed(self) -> None:
         made = plan(gpt(1), 2)
         with pytest.raises(TypeError):

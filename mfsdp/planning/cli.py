@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ __all__ = ["main"]
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         raise PlanError(message)
 
 

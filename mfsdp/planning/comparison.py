@@ -88,7 +88,7 @@ def _totals(specs: Sequence[ParameterSpec], cost_model: CostModel, ranks: int) -
             flops += cost_model.step_flops(spec)
         else:
             elementwise += cost_model.transient_bytes(spec)
-            elements += spec.numel
+            elements += spec.numel if spec.trainable else 0
     return _Totals(
         even,
         sum(gradients),

@@ -5,7 +5,7 @@ coloured by kind; hovering over a block shows its name. Blocks that would be too
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
 
@@ -108,8 +108,7 @@ def _chart(plan: ShardPlan, blocks: list[_Block], measure: str, colours: dict[st
     )
 
 
-def _axes(plan: ShardPlan, totals: list[int], top: int, show: object, step: float) -> Iterator[str]:
-    assert callable(show)
+def _axes(plan: ShardPlan, totals: list[int], top: int, show: Callable[[float], str], step: float) -> Iterator[str]:
     height = _HEIGHT - _BOTTOM - _TOP
     for part in range(5):
         y = _HEIGHT - _BOTTOM - height * part / 4
