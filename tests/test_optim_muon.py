@@ -136,7 +136,7 @@ def test_parameters_without_gradient_have_no_state() -> None:
         ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients must be three numbers \(a, b, c\)"),
         (
             {"adjust_lr_fn": "fast"},
-            "adjust_lr_fn must be one of 'original', 'match_rms_adamw', but is 'fast'",
+            "adjust_lr_fn must be one of 'original', 'match_rms_adamw', 'spectral', but is 'fast'",
         ),
     ],
 )

@@ -1,50 +1,92 @@
-"""Muon: momentum, orthogonalised."""
+"""Muon: momentum, orthogonalised; and its variants."""
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import ParamsT
 
-from mfsdp.optim.newton_schulz import QUINTIC, newton_schulz
+from mfsdp.optim.adjust_lr import AdjustLr, adjustment
+from mfsdp.optim.batching import batches, orthogonalize
+from mfsdp.optim.logical import check_matrix, split_of
+from mfsdp.optim.newton_schulz import QUINTIC, Coefficients, NewtonSchulz, Workspace
 from mfsdp.optim.owner_local import LocalUpdate, OwnerLocalOptimizer, param_label, state_like
-from mfsdp.placements import OwnerShard, Tail
+from mfsdp.planning.split import Split, SplitRule
 
 __all__ = ["Muon"]
 
-_ADJUST_LR = {
-    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-}
+_MOMENTUM_STYLES = ("ema", "heavy_ball")
+_SECOND_MOMENT_EPS = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class _Logical:
+    """One logical matrix, or ``k`` of one shape: views of shape ``(k, m, n)`` of what the owner holds.
+
+    ``second_moment`` is ``(k, m, 1)``, or None where there is none.
+    """
+
+    param: Tensor
+    grad: Tensor
+    momentum: Tensor
+    second_moment: Tensor | None
 
 
 class Muon(OwnerLocalOptimizer):
     """Muon on whole matrices, each stepped by its owner alone, without communication.
 
-    The signature, the defaults and, bit for bit, the numbers are those of ``torch.optim.Muon``. For a matrix
-    with gradient ``G`` and momentum ``B``, learning rate ``lr`` and weight decay ``wd``::
+    The positional arguments, the defaults and the numbers are those of ``torch.optim.Muon``; the options after
+    them are its published variants. For a matrix with gradient ``G``, momentum ``B``, learning rate ``lr`` and
+    weight decay ``wd``::
 
-        B <- momentum * B + (1 - momentum) * G
-        U <- momentum * B + (1 - momentum) * G    with nesterov, else U <- B
-        W <- (1 - lr * wd) * W - lr * adjust(rows, columns) * newton_schulz(U)
+        B <- momentum * B + (1 - momentum) * G                      "heavy_ball": momentum * B + G
+        U <- momentum * B + (1 - momentum) * G   (nesterov)         "heavy_ball": momentum * B + G
+             B                                   (otherwise)
+        O <- newton_schulz(U)
+        W <- (1 - lr * wd) * W - lr * adjust(rows, columns) * O
 
-    Source: Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024); the
-    ``"match_rms_adamw"`` adjustment: "Muon is scalable for LLM training", arXiv 2502.16982.
+    With ``second_moment=beta`` (NorMuon) ``O`` is divided, row by row, by the root of an average of its squares,
+    and scaled to the norm of an orthogonal matrix::
+
+        v <- beta * v + (1 - beta) * mean over columns of O * O
+        O <- O / (sqrt(v) + 1e-8)
+        O <- O * sqrt(min(rows, columns)) / ||O||_F
+
+    Sources: Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024); "Muon is
+    scalable for LLM training", arXiv 2502.16982 (``"match_rms_adamw"``); "NorMuon", arXiv 2510.05491, which is
+    ``nesterov=False, second_moment=0.95, adjust_lr="match_rms_adamw"``; "Cautious weight decay", arXiv
+    2510.12402.
 
     Args:
-        params: parameters, named parameters or groups of them. Each is 2-D, and either a plain tensor or a
-            DTensor with ``OwnerShard`` or ``Replicate`` on every mesh dimension.
+        params: parameters, named parameters or groups of them; any option may be given per group. Each is 2-D
+            unless there is a ``split``, and either a plain tensor or a DTensor with ``OwnerShard`` or
+            ``Replicate`` on every mesh dimension.
         lr: learning rate; a float or a tensor of one element.
         weight_decay: decoupled weight decay; it uses the unadjusted ``lr``.
-        momentum: factor of the exponential moving average.
+        momentum: factor of the average.
         nesterov: whether the update looks ahead by one average.
-        ns_coefficients: ``(a, b, c)`` of the Newton-Schulz iteration.
+        ns_coefficients: of the Newton-Schulz iteration: ``(a, b, c)``, one such triple for each step in turn (the
+            last is repeated), or ``"quintic"``, ``"polar_express"``, ``"cubic"``.
         eps: smallest norm that the iteration divides by.
         ns_steps: number of Newton-Schulz iterations, less than 100.
-        adjust_lr_fn: how the update is scaled by the matrix's shape: ``"original"`` (also ``None``) by
-            ``sqrt(max(1, rows / columns))``, ``"match_rms_adamw"`` by ``0.2 * sqrt(max(rows, columns))``.
+        adjust_lr_fn: torch's name for ``adjust_lr``; give one of the two.
+        adjust_lr: how the update is scaled by the shape of the (logical) matrix: ``"original"`` (the default)
+            by ``sqrt(max(1, rows / columns))``, ``"match_rms_adamw"`` by ``0.2 * sqrt(max(rows, columns))``,
+            ``"spectral"`` by ``sqrt(rows / columns)``, or a function of (rows, columns).
+        momentum_style: ``"ema"``, or ``"heavy_ball"`` for the sum of gradients.
+        cautious: whether weight decay is left out where it opposes the update, that is where the signs of ``W``
+            and ``O`` differ.
+        second_moment: NorMuon's ``beta``; None for none.
+        ns_dtype: in which the iteration computes: bfloat16, float16, float32 or float64.
+        split: what the logical matrices of a parameter are, for instance
+            ``mfsdp.planning.EqualBlocks(3)`` for a fused QKV projection, or ``Stack()`` for experts
+            ``(E, m, n)``; each is orthogonalised and scaled by itself.
+        batched: whether matrices of one shape are orthogonalised together.
+        compile: whether the iteration runs compiled; shapes are dynamic, and ``lr`` is no part of it.
+        capturable: whether the step may be captured in a CUDA graph; a tensor ``lr`` is then read on the device.
 
     Raises:
         ValueError: an option is out of range, or a parameter is not a matrix that its owner holds whole; the
@@ -58,12 +100,22 @@ class Muon(OwnerLocalOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = QUINTIC,
+        ns_coefficients: str | Coefficients | Sequence[Coefficients] = QUINTIC,
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
+        adjust_lr_fn: AdjustLr | None = None,
+        *,
+        adjust_lr: AdjustLr | None = None,
+        momentum_style: str = "ema",
+        cautious: bool = False,
+        second_moment: float | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        split: Split | SplitRule | None = None,
+        batched: bool = True,
+        compile: bool = False,
+        capturable: bool = False,
     ) -> None:
-        defaults = {
+        options = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
@@ -72,8 +124,23 @@ class Muon(OwnerLocalOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
+            "adjust_lr": adjust_lr,
+            "momentum_style": momentum_style,
+            "cautious": cautious,
+            "second_moment": second_moment,
+            "ns_dtype": ns_dtype,
+            "split": split,
+            "batched": batched,
+            "compile": compile,
+            "capturable": capturable,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a state dict of torch.optim.Muon lacks the options that are ours
+            for option, value in self.defaults.items():
+                group.setdefault(option, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, after checking each of them and the group's options."""
@@ -82,66 +149,119 @@ class Muon(OwnerLocalOptimizer):
         try:
             _check_options(group)
             for index, param in enumerate(group["params"]):
-                _check_matrix(param_label(group, index), param)
+                check_matrix(type(self).__name__, param_label(group, index), param, group["split"])
         except ValueError:
             self.param_groups.pop()
             raise
 
+    @cached_property
+    def _workspace(self) -> Workspace:
+        return Workspace()
+
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-        return {"momentum_buffer": state_like(param)}
+        state = {"momentum_buffer": state_like(param)}
+        if group["second_moment"] is not None and param.numel():
+            split = split_of(group["split"], param.shape)
+            columns = len(split.blocks) if split.dim else 1
+            state["second_moment"] = state_like(param, (split.stack * split.rows, columns))
+        return state
 
     def _update_group(
         self, group: dict[str, Any], owned: Sequence[LocalUpdate], elsewhere: Sequence[dict[str, Any]]
     ) -> None:
-        lr, momentum = group["lr"], group["momentum"]
-        if isinstance(lr, Tensor):
-            lr = lr.squeeze()
-        adjust = _ADJUST_LR[group["adjust_lr_fn"] or "original"]
-        for update in owned:
-            param, grad, buffer = update.param, update.grad, update.state["momentum_buffer"]
-            buffer.lerp_(grad, 1 - momentum)
-            direction = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
-            direction = newton_schulz(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            param.mul_(1 - lr * group["weight_decay"])
-            param.add_(direction, alpha=-lr * adjust(*param.shape))
+        logical = [
+            matrix for update in owned if update.param.numel() for matrix in _logical_matrices(update, group["split"])
+        ]
+        for batch in batches([matrix.param.shape for matrix in logical], group["batched"]):
+            self._update_batch(group, [logical[index] for index in batch])
+
+    def _update_batch(self, group: dict[str, Any], batch: Sequence[_Logical]) -> None:
+        directions = _momentum(group, batch)
+        iteration = NewtonSchulz(group["ns_coefficients"], group["ns_steps"], group["eps"], group["ns_dtype"])
+        updates = orthogonalize(directions, iteration, self._workspace, group["compile"])
+        if group["second_moment"] is not None:
+            updates = [
+                _normalised_rows(update, matrix.second_moment, group["second_moment"])
+                for update, matrix in zip(updates, batch, strict=True)
+            ]
+        _apply(group, batch, updates)
+
+
+def _logical_matrices(update: LocalUpdate, rule: Split | SplitRule | None) -> list[_Logical]:
+    split = split_of(rule, update.param.shape)
+    moments: Sequence[Tensor | None] = [None] * len(split.blocks)
+    if "second_moment" in update.state:
+        rows = update.state["second_moment"].view(split.stack, split.rows, -1)
+        moments = rows.split(1, dim=2) if split.dim else rows.split(split.blocks, dim=1)
+    return [
+        _Logical(*views)
+        for views in zip(
+            split.views(update.param),
+            split.views(update.grad.contiguous()),
+            split.views(update.state["momentum_buffer"]),
+            moments,
+            strict=True,
+        )
+    ]
+
+
+def _momentum(group: dict[str, Any], batch: Sequence[_Logical]) -> Sequence[Tensor]:
+    """Update the averages of a batch; the directions to orthogonalise."""
+    momentum, nesterov = group["momentum"], group["nesterov"]
+    grads, buffers = [matrix.grad for matrix in batch], [matrix.momentum for matrix in batch]
+    if group["momentum_style"] == "ema":
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        return torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, grads)
+    return torch._foreach_add(grads, buffers, alpha=momentum) if nesterov else buffers
+
+
+def _normalised_rows(update: Tensor, second_moment: Tensor | None, beta: float) -> Tensor:
+    """NorMuon's update of the factors ``(k, m, n)``, in the dtype of the second moment."""
+    assert second_moment is not None
+    update = update.to(second_moment.dtype)
+    second_moment.lerp_(update.square().mean(dim=-1, keepdim=True), 1 - beta)
+    update = update / (second_moment.sqrt() + _SECOND_MOMENT_EPS)
+    norm = update.norm(dim=(-2, -1), keepdim=True).clamp(min=_SECOND_MOMENT_EPS)
+    return update * (min(update.shape[1:]) ** 0.5 / norm)
+
+
+def _apply(group: dict[str, Any], batch: Sequence[_Logical], updates: Sequence[Tensor]) -> None:
+    """Weight decay, then the step along ``updates``."""
+    lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
+    params = [matrix.param for matrix in batch]
+    decay = lr * group["weight_decay"]
+    if group["cautious"]:
+        for param, update in zip(params, updates, strict=True):
+            param.sub_(param * (param * update >= 0) * decay)
+    else:
+        torch._foreach_mul_(params, 1 - decay)
+    for param, update in zip(params, updates, strict=True):
+        scaled_lr = lr * adjustment(group, param.size(1), param.size(2))
+        if group["capturable"]:  # a tensor is no alpha without being read
+            param.sub_(update * scaled_lr)
+        else:
+            param.add_(update, alpha=-scaled_lr)
 
 
 def _check_options(group: dict[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Muon: a tensor lr must have one element, but its shape is {tuple(lr.shape)}.")
-    for option in ("lr", "weight_decay", "momentum", "eps"):
+    for option in ("lr", "weight_decay", "momentum"):
         if not group[option] >= 0:  # written so that NaN fails too
             raise ValueError(f"Muon: {option} must be 0 or more, but is {float(group[option])}.")
-    coefficients = group["ns_coefficients"]
-    if len(coefficients) != 3:
-        raise ValueError(f"Muon: ns_coefficients must be three numbers (a, b, c), but is {coefficients}.")
-    if not 0 <= group["ns_steps"] < 100:
-        raise ValueError(f"Muon: ns_steps must be in [0, 100), but is {group['ns_steps']}.")
-    if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in _ADJUST_LR:
-        known = ", ".join(map(repr, _ADJUST_LR))
-        raise ValueError(f"Muon: adjust_lr_fn must be one of {known}, but is {group['adjust_lr_fn']!r}.")
-
-
-_ELSEWHERE = "ive it to AdamW, or let mfsdp.optim.build_optimizer route it there."
-
-
-def _check_matrix(label: str, param: Tensor) -> None:
-    label = f"{label} of shape {tuple(param.shape)}"
-    placements = param.placements if isinstance(param, DTensor) else ()
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Tail):
-            raise ValueError(
-                f"Muon: {label} is a {placement!r} on mesh dimension {mesh_dim}: not a matrix. G{_ELSEWHERE}"
-            )
-        if not isinstance(placement, (OwnerShard, Replicate)):
-            raise ValueError(
-                f"Muon: {label} is {placement!r} on mesh dimension {mesh_dim}, so no rank holds it whole. "
-                f"Shard it with mfsdp.fully_shard, which places matrices as OwnerShard, or use "
-                f"torch.optim.Muon, which communicates. If it is an embedding or an output head: "
-                f"g{_ELSEWHERE}"
-            )
-    if param.ndim != 2:
-        raise ValueError(f"Muon: {label} has {param.ndim} dimensions: not a matrix. G{_ELSEWHERE}")
-    if not param.is_floating_point():
-        raise ValueError(f"Muon: {label} is {param.dtype}, but Muon needs a real floating-point matrix.")
+    beta = group["second_moment"]
+    if beta is not None and not 0 <= beta < 1:
+        raise ValueError(f"Muon: second_moment must be None or in [0, 1), but is {beta}.")
+    if group["momentum_style"] not in _MOMENTUM_STYLES:
+        known = ", ".join(map(repr, _MOMENTUM_STYLES))
+        raise ValueError(f"Muon: momentum_style must be one of {known}, but is {group['momentum_style']!r}.")
+    if group["adjust_lr_fn"] is not None and group["adjust_lr"] is not None:
+        raise ValueError("Muon: adjust_lr_fn and adjust_lr are two names of one option; give one of them.")
+    try:
+        NewtonSchulz(group["ns_coefficients"], group["ns_steps"], group["eps"], group["ns_dtype"])
+        adjustment(group, 1, 1)
+    except ValueError as error:
+        raise ValueError(f"Muon: {error}") from None

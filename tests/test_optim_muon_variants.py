@@ -1,0 +1,290 @@
+"""Muon's options, each against its formula written out here, in fp64 where the arithmetic allows."""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mfsdp.optim import Muon, batching, newton_schulz
+from mfsdp.optim.newton_schulz import COEFFICIENTS, iterate
+from mfsdp.planning.split import BlocksOf, EqualBlocks, Flatten, Stack
+
+SHAPES = [(6, 6), (9, 4), (4, 9), (6, 6), (1, 7), (7, 1), (9, 4)]
+DOUBLE: dict[str, Any] = {"ns_dtype": torch.float64}
+
+
+def parameters(shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes]
+
+
+def gradients(params: list[nn.Parameter], step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(param.shape, generator=generator, dtype=param.dtype) for param in params]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 20) -> None:
+    for step in range(steps):
+        for param, grad in zip(params, gradients(params, step), strict=True):
+            param.grad = grad
+        optimizer.step()
+
+
+def orthogonal(matrix: Tensor, schedule: list[tuple[float, float, float]]) -> Tensor:
+    """Newton-Schulz by singular values: it is a polynomial of each of them."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / s.norm()
+    for a, b, c in schedule:
+        s = a * s + b * s**3 + c * s**5
+    return u @ torch.diag(s) @ v
+
+
+QUINTIC_5 = [(3.4445, -4.7750, 2.0315)] * 5
+
+
+def reference(
+    params: list[nn.Parameter],
+    update: Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor],
+    steps: int = 20,
+    decay: Callable[[Tensor, Tensor], Tensor] = lambda w, u: 0.0001 * w,
+) -> list[Tensor]:
+    """``w - decay(w, u) - lr * u`` for lr = 1e-3, with ``u = update(gradient, w, state)``."""
+    weights = [param.detach().clone() for param in params]
+    states: list[dict[str, Tensor]] = [{} for _ in params]
+    for step in range(steps):
+        for index, grad in enumerate(gradients(params, step)):
+            w = weights[index]
+            u = update(grad, w, states[index])
+            weights[index] = w - decay(w, u) - 1e-3 * u
+    return weights
+
+
+def momentum_average(grad: Tensor, state: dict[str, Tensor], beta: float = 0.95) -> Tensor:
+    state["b"] = beta * state.get("b", torch.zeros_like(grad)) + (1 - beta) * grad
+    return state["b"]
+
+
+def assert_follows(
+    options: dict[str, Any], update: Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor], **kwargs: Any
+) -> None:
+    params = parameters()
+    expected = reference(params, update, **kwargs)
+    train(Muon(params, **DOUBLE, **options), params)
+    for param, weight in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.detach(), weight, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("adjust_lr", "formula"),
+    [
+        (None, lambda m, n: max(1, m / n) ** 0.5),
+        ("original", lambda m, n: max(1, m / n) ** 0.5),
+        ("match_rms_adamw", lambda m, n: 0.2 * max(m, n) ** 0.5),
+        ("spectral", lambda m, n: (m / n) ** 0.5),
+        (lambda rows, columns: rows + 2 * columns, lambda m, n: m + 2 * n),
+    ],
+)
+def test_adjustment_by_shape(adjust_lr: Any, formula: Callable[[int, int], float]) -> None:
+    def update(grad: Tensor, w: Tensor, state: dict[str, Tensor]) -> Tensor:
+        nesterov = 0.95 * momentum_average(grad, state) + 0.05 * grad
+        return orthogonal(nesterov, QUINTIC_5) * formula(*w.shape)
+
+    assert_follows({"adjust_lr": adjust_lr}, update)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_heavy_ball(nesterov: bool) -> None:
+    def update(grad: Tensor, w: Tensor, state: dict[str, Tensor]) -> Tensor:
+        state["b"] = 0.9 * state.get("b", torch.zeros_like(grad)) + grad
+        direction = grad + 0.9 * state["b"] if nesterov else state["b"]
+        return orthogonal(direction, QUINTIC_5) * max(1, w.size(0) / w.size(1)) ** 0.5
+
+    assert_follows({"momentum_style": "heavy_ball", "momentum": 0.9, "nesterov": nesterov}, update)
+
+
+def test_normuon() -> None:
+    """Algorithm 1 of arXiv 2510.05491."""
+
+    def update(grad: Tensor, w: Tensor, state: dict[str, Tensor]) -> Tensor:
+        o = orthogonal(momentum_average(grad, state), QUINTIC_5)
+        state["v"] = 0.9 * state.get("v", torch.zeros(w.size(0), dtype=w.dtype)) + 0.1 * (o * o).mean(dim=1)
+        o = o / (state["v"].sqrt() + 1e-8)[:, None]
+        return o * 0.2 * math.sqrt(w.numel()) / o.norm()
+
+    assert_follows({"nesterov": False, "second_moment": 0.9, "adjust_lr": "match_rms_adamw"}, update)
+
+
+def test_cautious_weight_decay() -> None:
+    def update(grad: Tensor, w: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return orthogonal(momentum_average(grad, state), QUINTIC_5) * max(1, w.size(0) / w.size(1)) ** 0.5
+
+    def decay(w: Tensor, u: Tensor) -> Tensor:
+        return torch.where(w * u >= 0, 0.0001 * w, torch.zeros_like(w))
+
+    assert_follows({"nesterov": False, "cautious": True}, update, decay=decay)
+
+
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+def test_coefficient_sets_are_polynomials_of_singular_values(name: str) -> None:
+    (param,) = parameters([(8, 12)])
+    sets = COEFFICIENTS[name]
+    schedule = [sets[min(step, len(sets) - 1)] for step in range(10)]
+    found = newton_schulz(param.detach(), name, steps=10, dtype=torch.float64)
+    torch.testing.assert_close(found, orthogonal(param.detach(), schedule), rtol=1e-9, atol=1e-9)
+
+
+def test_polar_express_is_closest_to_orthogonal() -> None:
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(40, 40, generator=generator).double())[0] for _ in range(2))
+    matrix = u @ torch.diag(torch.linspace(0.05, 1, 40, dtype=torch.float64)) @ v
+
+    def error(name: str, steps: int) -> float:
+        result = newton_schulz(matrix, name, steps=steps, dtype=torch.float64)
+        return (torch.linalg.svdvals(result) - 1).abs().max().item()
+
+    assert error("polar_express", 8) < 1e-4
+    assert error("polar_express", 6) < error("quintic", 6)
+    assert error("cubic", 30) < 1e-9  # slow, but exact in the end
+
+
+def test_coefficients_for_each_step() -> None:
+    listed = [(3.0, -3.0, 1.0), (1.5, -0.5, 0.0)]
+    (param,) = parameters([(5, 8)])
+    found = newton_schulz(param.detach(), listed, steps=4, dtype=torch.float64)
+    expected = orthogonal(param.detach(), [listed[0], listed[1], listed[1], listed[1]])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ns_dtype", "tolerance"),
+    [
+        (torch.float64, torch.float64, 1e-12),
+        (torch.float32, torch.float32, 1e-5),
+        (torch.float32, torch.bfloat16, 1e-2),
+        (torch.bfloat16, torch.bfloat16, 1e-2),
+    ],
+)
+def test_batched_is_one_by_one(dtype: torch.dtype, ns_dtype: torch.dtype, tolerance: float) -> None:
+    for one, many in zip(*(_updates(batched, dtype, ns_dtype) for batched in (False, True)), strict=True):
+        assert (one - many).norm() <= tolerance * one.norm()
+
+
+def _updates(batched: bool, dtype: torch.dtype, ns_dtype: torch.dtype) -> list[Tensor]:
+    params = parameters(dtype=dtype)
+    optimizer = Muon(params, lr=1.0, weight_decay=0.0, batched=batched, ns_dtype=ns_dtype)
+    before = [param.detach().clone() for param in params]
+    train(optimizer, params, steps=1)
+    return [param.detach() - old for param, old in zip(params, before, strict=True)]
+
+
+def test_compiled_is_eager_with_few_compilations() -> None:
+    """Six shapes, one by one and batched, with a learning rate that changes: compiled a handful of times."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled_iterate = torch.compile(iterate, dynamic=True, backend=backend)
+    shapes = [(6, 6), (9, 4), (5, 11), (6, 6), (8, 8), (7, 3), (9, 4), (10, 12)]
+    compiled, eager = parameters(shapes), parameters(shapes)
+    with mock.patch.object(batching, "_compiled_iterate", return_value=compiled_iterate):
+        for options, params in (({"compile": True}, compiled), ({}, eager)):
+            optimizer = Muon(params, **DOUBLE, **options)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+            for step in range(4):
+                for param, grad in zip(params, gradients(params, step), strict=True):
+                    param.grad = grad
+                optimizer.step()
+                schedule.step()
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert 1 <= len(graphs) <= 4
+
+
+SPLITS: list[tuple[tuple[int, ...], Any, Callable[[Tensor], list[Tensor]]]] = [
+    ((12, 4), EqualBlocks(3), lambda t: list(t.split(4))),
+    ((4, 12), EqualBlocks(2, dim=1), lambda t: list(t.split(6, dim=1))),
+    ((12, 5), BlocksOf(2), lambda t: list(t.split(2))),
+    ((3, 5, 4), Stack(), list),
+    ((3, 6, 4), Stack(EqualBlocks(2)), lambda t: [half for e in t for half in e.split(3)]),
+    ((5, 2, 3, 3), Flatten(), lambda t: [t.reshape(5, 18)]),
+]
+
+
+@pytest.mark.parametrize(("shape", "rule", "pieces"), SPLITS)
+@pytest.mark.parametrize("options", [{}, {"second_moment": 0.9}, {"batched": False}])
+def test_logical_matrices_are_as_if_they_were_parameters(
+    shape: tuple[int, ...], rule: Any, pieces: Callable[[Tensor], list[Tensor]], options: dict[str, Any]
+) -> None:
+    (fused,) = parameters([shape])
+    separate = [nn.Parameter(piece.detach().clone()) for piece in pieces(fused.detach())]
+    first, second = Muon([fused], **DOUBLE, **options, split=rule), Muon(separate, **DOUBLE, **options)
+    for step in range(5):
+        (fused.grad,) = gradients([fused], step)
+        for param, grad in zip(separate, pieces(fused.grad), strict=True):
+            param.grad = grad.clone()
+        first.step()
+        second.step()
+    for found, expected in zip(pieces(fused.detach()), separate, strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_nan_in_one_gradient_leaves_the_others_of_its_batch_alone() -> None:
+    good, bad = parameters([(4, 4)] * 3), parameters([(4, 4)] * 3)
+    for params in (good, bad):
+        for param, grad in zip(params, gradients(params, 0), strict=True):
+            param.grad = grad
+    assert bad[1].grad is not None
+    bad[1].grad[0, 0] = math.nan
+    Muon(good, **DOUBLE).step()
+    Muon(bad, **DOUBLE).step()
+    assert bad[1].isnan().any()
+    for index in (0, 2):
+        torch.testing.assert_close(bad[index], good[index])
+
+
+def test_empty_and_degenerate_matrices() -> None:
+    params = parameters([(0, 4), (4, 0), (1, 1), (1, 5), (5, 1)])
+    train(Muon(params, **DOUBLE), params, steps=2)
+    assert all(param.isfinite().all() for param in params)
+
+
+def test_options_per_group_survive_copies() -> None:
+    params = parameters([(6, 6), (6, 6)])
+    groups = [{"params": params[:1], "split": EqualBlocks(2)}, {"params": params[1:], "second_moment": 0.9}]
+    optimizer = Muon(groups, **DOUBLE)
+    train(optimizer, params, steps=1)
+    assert [sorted(optimizer.state[param]) for param in params] == [
+        ["momentum_buffer"],
+        ["momentum_buffer", "second_moment"],
+    ]
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        twin.step()
+        assert twin.param_groups[0]["split"] == EqualBlocks(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adjust_lr": "fast"}, "adjust_lr must be one of .*, but is 'fast'"),
+        ({"adjust_lr": "spectral", "adjust_lr_fn": "original"}, "two names of one option"),
+        ({"momentum_style": "sgd"}, "momentum_style must be one of 'ema', 'heavy_ball', but is 'sgd'"),
+        ({"second_moment": 1.0}, r"second_moment must be None or in \[0, 1\), but is 1.0"),
+        ({"ns_dtype": torch.int32}, "ns_dtype must be bfloat16, float16, float32 or float64"),
+        ({"ns_coefficients": "septic"}, "ns_coefficients must be 'quintic', 'cubic', 'polar_express'"),
+        ({"ns_coefficients": [(1.0, 2.0, 3.0), (1.0,)]}, "or a sequence of such"),
+        ({"split": EqualBlocks(4)}, "cannot be split into its logical matrices: .* evenly"),
+        ({"split": Stack()}, "cannot be split into its logical matrices: .*3 or more dimensions"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^Muon: .*{message}"):
+        Muon(parameters(), **options)
