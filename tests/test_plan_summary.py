@@ -1,14 +1,31 @@
 """What follows from a plan: traffic, comparison with other ways to shard, bounds and advice, replicas."""
 
+import json
+import random
+
 import pytest
 import torch
 from torch import nn
 
-from mfsdp.planning import MuonCost, ParameterSpec, PlanError, Precision, Role, ShardPlan, Stack, plan, plan_specs
+from mfsdp.planning import (
+    CostModel,
+    MuonCost,
+    ParameterSpec,
+    PlanError,
+    Precision,
+    Role,
+    ShampooCost,
+    ShardPlan,
+    SoapCost,
+    Stack,
+    plan,
+    plan_specs,
+)
 from mfsdp.planning.advice import advice, bounds, idle_ranks
 from mfsdp.planning.catalogue import catalogue_specs
 from mfsdp.planning.comparison import compare, step_peaks
 from mfsdp.planning.parameters import unit_of_modules
+from mfsdp.planning.plot import plot
 from mfsdp.planning.rates import Rates
 from mfsdp.planning.summary import Summary
 from mfsdp.planning.traffic import replica_bytes, unit_traffic
@@ -158,6 +175,48 @@ class TestUnits:
     def test_pattern_that_matches_nothing(self) -> None:
         with pytest.raises(PlanError, match=r"units: no module's name matches 'layers\.\*'"):
             plan(self.model(), 2, units=["layers.*"])
+
+
+def random_specs(seed: int) -> tuple[list[ParameterSpec], int]:
+    """Up to 30 parameters of all roles, stacks, frozen, empty and 0-d ones among them; and a number of ranks."""
+    rng = random.Random(seed)
+    specs = []
+    for number in range(rng.randint(0, 30)):
+        name, unit, kind = f"p{number}", rng.choice(["", "a", "b"]), rng.random()
+        if kind < 0.5:
+            shape: tuple[int, ...] = rng.randint(0, 40), rng.randint(0, 40)
+            trainable = rng.random() < 0.9
+            specs.append(ParameterSpec(name, Role.MATRIX, shape, torch.float32, unit, trainable=trainable))
+        elif kind < 0.6:
+            shape = rng.randint(1, 9), rng.randint(1, 9), rng.randint(1, 9)
+            specs.append(ParameterSpec(name, Role.MATRIX, shape, BF16, unit, split=Stack()(shape)))
+        elif kind < 0.85:
+            shape = tuple(rng.randint(0, 9) for _ in range(rng.choice([0, 1, 1, 3])))
+            specs.append(ParameterSpec(name, Role.TAIL, shape, torch.float32, unit))
+        else:
+            shape = rng.randint(0, 50), rng.randint(0, 9)
+            specs.append(ParameterSpec(name, Role.ROWS, shape, torch.float32, unit))
+    return specs, rng.choice([1, 2, 3, 5, 8, 40])
+
+
+@pytest.mark.parametrize("cost_model", [MuonCost(), ShampooCost(), SoapCost(precision=Precision(master=torch.float32))])
+@pytest.mark.parametrize("spread_stacks", [False, True])
+def test_what_holds_for_every_plan(cost_model: CostModel, spread_stacks: bool) -> None:
+    for seed in range(30):
+        specs, ranks = random_specs(seed)
+        made = plan_specs(specs, ranks, cost_model=cost_model, spread_stacks=spread_stacks)
+        assert ShardPlan.from_json(made.to_json()) == made
+        assert [entry.spec for entry in made.entries.values()] == specs
+        for entry in made.entries.values():
+            # what ranks hold adds up to the parameter, but for rounding
+            held = sum(part for _, part in entry.divide(entry.resident_bytes, ranks))
+            assert entry.resident_bytes - ranks < held <= entry.resident_bytes
+        summary = Summary(made, cost_model, Rates("device", 1.0, 1.0, 1.0))
+        for bound, reached in zip(summary.bounds, summary.reached, strict=True):
+            assert bound.value <= reached + len(specs)  # rounding, as above
+        assert max(map(len, summary.text().splitlines())) <= 100
+        assert json.loads(json.dumps(summary.json()))["plan"] == json.loads(made.to_json())
+        assert plot(made, "title").count("<svg") == 2
 
 
 class TestOlderFormats:

@@ -169,21 +169,31 @@ def _best_content(sizes: Sequence[tuple[int, int]], numbers: Sequence[int], rank
         lower_bound([flops for flops, _ in each], ranks.flops).value,
         lower_bound([nbytes for _, nbytes in each], ranks.nbytes).value,
     )
-    found = _searched(sizes, numbers, ranks, cap, floors)
-    if found.score(cap)[0]:
-        bytes_only = Ranks([0] * len(ranks), ranks.nbytes)
-        content = _longest_first([(0, nbytes) for _, nbytes in sizes], numbers, bytes_only, _bytes_first)
-        Search(content, cap, (0.0, floors[1])).run()
-        least = min(max(content.nbytes), max(found.nbytes))
-        found = min(
-            found,
-            _searched(sizes, numbers, ranks, least, floors),
-            key=lambda content: content.score(least),
-        )
-        cap = least
-    if len(ranks) ** min(len(each), 64) <= _FEW_WAYS:
-        return Enumeration(found, ranks.flops, ranks.nbytes, cap).best()
-    return found
+    few = len(ranks) ** min(len(each), 64) <= _FEW_WAYS
+
+    def best_of(found: Content, limit: int) -> Content:
+        return Enumeration(found, ranks.flops, ranks.nbytes, limit).best() if few else found
+
+    found = best_of(_searched(sizes, numbers, ranks, cap, floors), cap)
+    if not found.score(cap)[0]:
+        return found
+    least = min(max(found.nbytes), _least_bytes(sizes, numbers, ranks, floors[1], few))
+    again = _searched(sizes, numbers, ranks, least, floors)
+    return best_of(min(found, again, key=lambda content: content.score(least)), least)
+
+
+def _least_bytes(
+    sizes: Sequence[tuple[int, int]], numbers: Sequence[int], ranks: Ranks, floor: float, few: bool
+) -> int:
+    """The most bytes that a rank has, if nothing but bytes is balanced."""
+    nothing = [0] * len(ranks)
+    bytes_only = [(0, nbytes) for _, nbytes in sizes]
+    content = _longest_first(bytes_only, numbers, Ranks(nothing, ranks.nbytes), _bytes_first)
+    cap = max(content.nbytes)
+    Search(content, cap, (0.0, floor)).run()
+    if few:
+        content = Enumeration(content, nothing, ranks.nbytes, cap).best()
+    return max(content.nbytes)
 
 
 def _searched(

@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from mfsdp.planning.dtypes import dtype_name
@@ -92,10 +93,11 @@ def _head(plan: "ShardPlan") -> str:
     units = len({entry.unit for entry in plan.entries.values()})
     elements = sum(entry.numel for entry in plan.entries.values())
     ranks = f"{plan.world_size} ranks" + (f" x {plan.replicas} replicas" if plan.replicas > 1 else "")
-    return (
+    head = (
         f"ShardPlan for {ranks}: {len(plan.entries)} parameters, {format_count(elements)} elements, "
         f"{units} units, cost model {plan.cost_model}"
     )
+    return fill(head, WIDTH, subsequent_indent="  ")
 
 
 def _roles(plan: "ShardPlan") -> list[str]:
