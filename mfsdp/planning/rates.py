@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import nn
@@ -75,7 +74,7 @@ class Rates:
 
 
 def _timed(step: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of ``step``, after one call to warm up."""
+    """The least seconds of ``step``, which other work on the machine disturbs least, after one call to warm up."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -85,7 +84,7 @@ def _timed(step: Callable[[], object], device: torch.device, repeats: int) -> fl
         return time.perf_counter() - start
 
     once()
-    return median(once() for _ in range(repeats))
+    return min(once() for _ in range(repeats))
 
 
 def _parameter(shape: tuple[int, ...], device: torch.device) -> nn.Parameter:
@@ -117,7 +116,7 @@ def calibrate(
     Args:
         device: where to measure; nothing else should be running there.
         shapes: (rows, columns) of the matrices, two of different size at least.
-        repeats: each is stepped so often, and the median counts.
+        repeats: each is stepped so often, and the shortest time counts.
 
     Raises:
         PlanError: too few shapes, or no repeats.
