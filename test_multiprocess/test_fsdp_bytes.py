@@ -39,7 +39,7 @@ def test_resident_shards_are_one_copy_of_the_model(mesh: DeviceMesh, world_size:
         assert is_local(parameter) or local_tensor(parameter).numel() == 0
         held["owned" if role is not Role.ROWS else "rows"] += local_tensor(parameter).numel()
     assert held["owned"] * 4 == owned_bytes(made, owner=dist.get_rank())
-    resident = sum(group._resident.untyped_storage().nbytes() for group in groups_of(model))
+    resident = sum(group._resident.flat.untyped_storage().nbytes() for group in groups_of(model))
     assert resident == owned_bytes(made, owner=dist.get_rank())
     total = torch.tensor(held["owned"] + held["rows"])
     dist.all_reduce(total)

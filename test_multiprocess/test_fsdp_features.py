@@ -8,11 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from mfsdp.comm_counter import CommCounter
 from mfsdp.dtensor import local_tensor
 from mfsdp.fsdp import fully_shard
 from mfsdp.planning import plan
@@ -390,12 +396,12 @@ def test_state_dicts_come_out_and_go_in(mesh: DeviceMesh, world_size: int, assig
     source.reset_iter_state()
     model.load_state_dict(state, assign=assign)
     assert_same(whole_parameters(model), expected, exact=True)
-    resident = {group: group._resident.data_ptr() for group in groups_of(model)}
+    resident = {group: group._resident.flat.data_ptr() for group in groups_of(model)}
     torch.testing.assert_close(loss_of(model, 1), loss_of(source, 1), atol=0, rtol=0)
     for group in groups_of(model):  # again one segment, the same one
-        assert group._resident.data_ptr() == resident[group]
-        for slot in group._own.slots:
-            assert group.fsdp_params[slot.index].local.data_ptr() == slot.view(group._resident).data_ptr()
+        assert group._resident.flat.data_ptr() == resident[group]
+        for slot in group._resident._own.slots:
+            assert group.fsdp_params[slot.index].local.data_ptr() == slot.view(group._resident.flat).data_ptr()
 
 
 @on_ranks(2, 3)
@@ -486,35 +492,6 @@ def test_hooks_after_accumulation_see_the_reduced_gradient(mesh: DeviceMesh) -> 
 
 
 @on_ranks(2)
-def test_prefetch_follows_fsdp2(mesh: DeviceMesh) -> None:
-    model = same_model(OnlyOwned)
-    shard(model, mesh)
-    compare(model, same_model(OnlyOwned), lambda m: m(rank_input(4)).sum(), world_size=2)
-    order: list[str] = []
-    model.layers[0].register_forward_hook(lambda *_: order.append("layers.0 ends"))
-    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
-    record_gathers(model, order)
-    loss = model(rank_input(4)).sum()
-    assert order.index("gather layers.1") < order.index("layers.0 ends")
-    order.clear()
-    model.layers[1].register_full_backward_hook(lambda *_: order.append("layers.1 ends"))
-    loss.backward()
-    assert order == ["gather layers.1", "gather layers.0"] or order.index("gather layers.0") >= 0
-
-
-def record_gathers(model: nn.Module, order: list[str]) -> None:
-    for group in groups_of(model):
-        strategy = group._gather
-
-        class Recording(type(strategy)):
-            def start(self, ranks, pieces, what, group=group):  # type: ignore[no-untyped-def]
-                order.append(f"gather {group._module_fqn}")
-                return super().start(ranks, pieces, what)
-
-        group._gather = Recording()
-
-
-@on_ranks(2)
 def test_ddp_and_fsdp_agree_on_a_plain_step(mesh: DeviceMesh) -> None:
     reference = same_model()
     model = copy.deepcopy(reference)
@@ -523,3 +500,146 @@ def test_ddp_and_fsdp_agree_on_a_plain_step(mesh: DeviceMesh) -> None:
     loss_of(ddp, 0).backward()
     loss_of(model, 0).backward()
     assert_same(whole_gradients(model), plain_gradients(reference), exact=True)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("hsdp", [False, True])
+@on_ranks(4)
+def test_parameters_can_be_kept_within_groups_until_backward(mesh: DeviceMesh, cast: bool, hsdp: bool) -> None:
+    if hsdp:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(torch.bfloat16 if cast else None, torch.float32)
+    model, reference = same_model(), same_model()
+    shard(model, mesh, reshard_after_forward=2, mp_policy=policy)
+    shard(reference, mesh, reshard_after_forward=True, mp_policy=policy)
+    for step in range(2):
+        for module in (model, reference):
+            loss_of(module, step).backward()
+        assert_same(whole_gradients(model), whole_gradients(reference), exact=True)
+
+
+@on_ranks(4)
+def test_what_is_kept_in_a_group_is_one_copy_of_the_unit(mesh: DeviceMesh) -> None:
+    model = same_model()
+    shard(model, mesh, reshard_after_forward=2)
+    loss = loss_of(model, 0)
+    for group in groups_of(model):
+        kept = torch.tensor(group._memory.nbytes)
+        first = dist.get_rank() // 2 * 2
+        owned = sum(4 * segment.numel for segment in group._layout.segments if segment.owner // 2 == first // 2)
+        sums = [torch.empty_like(kept) for _ in range(4)]
+        dist.all_gather(sums, kept)
+        # what owners in the group have is pinned and takes no memory; the rest is kept once
+        assert sums[first] + sums[first + 1] == 4 * group._layout.numel - owned
+    with CommCounter() as comm:
+        loss.backward()
+    units = sum(4 * group._layout.numel for group in groups_of(model))
+    assert comm.by_kind["broadcast"].bytes == units
+    assert sum(group._memory.nbytes for group in groups_of(model)) == 0
+
+
+@on_ranks(2)
+def test_offloaded_parameters_train_on_the_cpu(mesh: DeviceMesh) -> None:
+    reference = same_model()
+    model = copy.deepcopy(reference)
+    shard(model, mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert {local_tensor(parameter).device.type for parameter in model.parameters()} == {"cpu"}
+    compare(model, reference, lambda m: loss_of(m, 0), world_size=2)
+
+
+@on_ranks(2)
+def test_other_methods_can_be_forwards(mesh: DeviceMesh) -> None:
+    reference = same_model(WithEncode)
+    model = copy.deepcopy(reference)
+    shard(model, mesh)
+    register_fsdp_forward_method(model, "encode")
+    compare(model, reference, lambda m: m.encode(rank_input(4)).sum(), world_size=2)
+
+
+class WithEncode(OnlyOwned):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.last(self.layers[0](x)) * 2
+
+
+@on_ranks(2)
+def test_blocks_can_be_compiled(mesh: DeviceMesh) -> None:
+    reference = same_model(OnlyOwned)
+    model = copy.deepcopy(reference)
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        compiled.append(len(list(graph.graph.nodes)))
+        return graph.forward
+
+    for layer in model.layers:
+        layer.compile(backend=backend, fullgraph=True)
+    shard(model, mesh)
+    for _ in range(2):
+        compare(model, reference, lambda m: m(rank_input(4)).sum(), world_size=2)
+        model.zero_grad()
+        reference.zero_grad()
+    assert compiled
+
+
+@on_ranks(2)
+def test_parameters_tied_across_units_are_refused_with_fsdp2s_message(mesh: DeviceMesh) -> None:
+    model = same_model(OnlyOwned)
+    model.layers[1].up.weight = model.layers[0].up.weight
+    shard(model, mesh)
+    with pytest.raises(ValueError, match="already managed by another FSDP group"):
+        model(rank_input(4))
+
+
+@on_ranks(2)
+def test_a_sharded_model_can_change_its_dtype(mesh: DeviceMesh) -> None:
+    reference = same_model(OnlyOwned)
+    model = copy.deepcopy(reference)
+    shard(model, mesh)
+    model(rank_input(4)).sum().backward()  # so that there are full parameters of the old dtype
+    model.zero_grad()
+    model.double()
+    reference.double()
+    compare(model, reference, lambda m: m(rank_input(4).double()).sum(), world_size=2)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+
+
+@on_ranks(2)
+def test_a_deep_copy_is_refused_with_fsdp2s_message(mesh: DeviceMesh) -> None:
+    model = same_model()
+    shard(model, mesh)
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        copy.deepcopy(model)
+
+
+@on_ranks(2, 3)
+def test_initialisation_after_to_empty(mesh: DeviceMesh, world_size: int) -> None:
+    with torch.device("meta"):
+        model = OnlyOwned()
+    shard(model, mesh)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.LayerNorm):
+            module.reset_parameters()
+    with torch.no_grad():
+        nn.init.constant_(model.last.bias, 3.0)
+    values = whole_parameters(model)
+    assert torch.equal(values["layers.0.norm.weight"], torch.ones(4))
+    assert torch.equal(values["last.bias"], torch.full((2,), 3.0))
+    assert 0 < values["layers.0.up.weight"].abs().max() <= 0.5
+    expected = OnlyOwned()
+    expected.load_state_dict(values)
+    compare(model, expected, lambda m: m(rank_input(4)).sum(), world_size)
+
+
+@on_ranks(2)
+def test_names_and_parameters_stay(mesh: DeviceMesh) -> None:
+    reference = same_model()
+    model = copy.deepcopy(reference)
+    shard(model, mesh)
+    assert isinstance(model, FSDPModule)
+    for (name, ours), (expected, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert name == expected
+        assert ours.shape == theirs.shape
+    before = list(model.parameters())
+    loss_of(model, 0).backward()
+    assert all(after is parameter for after, parameter in zip(model.parameters(), before, strict=True))

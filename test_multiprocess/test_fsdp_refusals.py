@@ -13,7 +13,6 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from mfsdp.fsdp import fully_shard
@@ -333,27 +332,16 @@ parameter.contiguous() before fully_shard.""",
     )
 
 
-@pytest.mark.parametrize("option", ["reshard", "offload", "placement", "dims"])
+@pytest.mark.parametrize("option", ["reshard", "placement", "dims"])
 @on_ranks(2)
 def test_options_that_are_not_supported(mesh: DeviceMesh, option: str) -> None:
     model = same_model()
     made = plan(model, mesh)
     if option == "reshard":
-        text = refusal(NotImplementedError, model, mesh=mesh, plan=made, reshard_after_forward=2)
-        expect(
-            text,
-            """\
-reshard_after_forward=2: resharding to a smaller group is not supported for owned parameters. Use
-True (free after forward, least memory) or False (keep until backward).""",
-        )
-    elif option == "offload":
-        text = refusal(NotImplementedError, model, mesh=mesh, plan=made, offload_policy=CPUOffloadPolicy())
-        expect(
-            text,
-            """\
-offload_policy=CPUOffloadPolicy(): offloading to CPU is not supported for owned parameters. Leave
-the policy out; an owner keeps 1/N of the matrices on its device.""",
-        )
+        text = refusal(ValueError, model, mesh=mesh, plan=made, reshard_after_forward=3)
+        expect(text, """\
+reshard_after_forward=3 does not divide mesh dimension 0, which has 2 ranks. Use a factor of 2, or
+True or False.""")
     elif option == "placement":
         text = refusal(NotImplementedError, model, mesh=mesh, plan=made, shard_placement_fn=lambda p: None)
         expect(

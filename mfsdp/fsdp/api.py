@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _get_device_from_mesh,
     _get_mesh_info,
-    _get_post_forward_mesh_info,
     _init_default_mesh,
     _validate_module,
 )
@@ -20,6 +19,7 @@ from torch.distributed.utils import _get_root_modules
 from mfsdp.fsdp import checks
 from mfsdp.fsdp.managed import ManagedParameter, commit_loads, find_entries, find_parameters, plan_call
 from mfsdp.fsdp.param_group import OwnerParamGroup
+from mfsdp.fsdp.post_forward import post_forward_mesh_info
 from mfsdp.planning import PlanError, Role, ShardPlan
 
 __all__ = ["fully_shard"]
@@ -91,10 +91,11 @@ def fully_shard(
             all ranks.
         plan: who owns what, from ``mfsdp.plan(model, mesh)``. Without one, this call's parameters are planned
             now, continuing from what earlier calls have put on each rank of the mesh.
-        reshard_after_forward: whether to free full parameters after forward. ``None``: in all but the root.
+        reshard_after_forward: whether to free full parameters after forward; ``None``: in all but the root. An
+            int: keep them in groups of that many ranks, each rank some segments, for the gather in backward.
         shard_placement_fn: not supported; roles and owners come from the plan.
         mp_policy: dtypes of computation (``param_dtype``) and of gradient reduction (``reduce_dtype``).
-        offload_policy: only the default, which offloads nothing.
+        offload_policy: ``CPUOffloadPolicy()`` keeps sharded parameters and gradients in CPU memory.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: not supported; pass the data-parallel part of the mesh.
 
@@ -113,7 +114,7 @@ def fully_shard(
     checks.check_mesh(mesh)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
     findings = checks.Findings()
-    checks.check_options(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims, findings)
+    checks.check_options(mesh, reshard_after_forward, shard_placement_fn, dp_mesh_dims, findings)
     managed = _plan_and_check(modules, mesh, plan, ignored_params or set(), findings)
     owned = [parameter for parameter in managed if parameter.entry.role is not Role.ROWS]
     result = torch_fsdp.fully_shard(
@@ -124,7 +125,8 @@ def fully_shard(
         offload_policy=offload_policy,
         ignored_params={parameter.parameter for parameter in owned} | (ignored_params or set()),
     )
-    _add_owner_groups(modules, owned, mesh, reshard_after_forward is not False, mp_policy)
+    reshard = True if reshard_after_forward is None else reshard_after_forward
+    _add_owner_groups(modules, owned, mesh, reshard, mp_policy, offload_policy)
     return result
 
 
@@ -160,20 +162,21 @@ def _add_owner_groups(
     modules: tuple[nn.Module, ...],
     owned: Iterable[ManagedParameter],
     mesh: DeviceMesh,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | int,
     mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
 ) -> None:
     """Put the owned parameters under the state that FSDP2 has just made, a group for each dtype."""
     state = torch_fsdp.fully_shard.state(modules[0])  # type: ignore[attr-defined]
     mesh_info = _get_mesh_info(mesh)
-    post_forward = _get_post_forward_mesh_info(reshard_after_forward, mesh_info)  # type: ignore[arg-type]
+    post_forward = post_forward_mesh_info(reshard_after_forward, mesh_info)  # type: ignore[arg-type]
     device = _get_device_from_mesh(mesh)
     by_dtype: dict[torch.dtype, list[ManagedParameter]] = {}
     for parameter in owned:
         by_dtype.setdefault(parameter.parameter.dtype, []).append(parameter)
     for group in by_dtype.values():
         state._fsdp_param_groups.append(
-            OwnerParamGroup(group, modules, mesh_info, post_forward, device, mp_policy)  # type: ignore[arg-type]
+            OwnerParamGroup(group, modules, mesh_info, post_forward, device, mp_policy, offload_policy)  # type: ignore[arg-type]
         )
     for parameter in owned:  # for Dynamo, as FSDP2 marks the modules of its own parameters
         parameter.module._is_fsdp_managed_module = True  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mfsdp.fsdp.managed import FoundParameter, ManagedParameter
@@ -61,13 +61,13 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def check_options(
+    mesh: DeviceMesh,
     reshard_after_forward: bool | int | None,
     shard_placement_fn: object | None,
-    offload_policy: OffloadPolicy,
     dp_mesh_dims: object | None,
     findings: Findings,
 ) -> None:
-    """Refuse what FSDP2 can do and owned parameters cannot."""
+    """Refuse what FSDP2 can do and owned parameters cannot, and what neither can."""
     if shard_placement_fn is not None:
         findings.add(
             NotImplementedError(
@@ -82,19 +82,12 @@ def check_options(
                 "data-parallel part, for instance mesh['replicate', 'shard']."
             )
         )
-    if not isinstance(reshard_after_forward, bool) and reshard_after_forward is not None:
+    shards = mesh.size(-1)
+    if type(reshard_after_forward) is int and (reshard_after_forward < 1 or shards % reshard_after_forward):
         findings.add(
-            NotImplementedError(
-                f"reshard_after_forward={reshard_after_forward}: resharding to a smaller group is not "
-                "supported for owned parameters. Use True (free after forward, least memory) or False (keep "
-                "until backward)."
-            )
-        )
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        findings.add(
-            NotImplementedError(
-                "offload_policy=CPUOffloadPolicy(): offloading to CPU is not supported for owned "
-                "parameters. Leave the policy out; an owner keeps 1/N of the matrices on its device."
+            ValueError(
+                f"reshard_after_forward={reshard_after_forward} does not divide mesh dimension "
+                f"{mesh.ndim - 1}, which has {shards} ranks. Use a factor of {shards}, or True or False."
             )
         )
 

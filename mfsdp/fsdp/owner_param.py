@@ -54,11 +54,12 @@ class OwnerParam(FSDPParam):
         mesh_info: FSDPMeshInfo,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
     ) -> None:
         self.name = managed.name
         self._resident = resident
         self._empty_grad: DTensor | None = None
-        super().__init__(managed.parameter, module_info, mesh_info, None, device, None, mp_policy, OffloadPolicy())
+        super().__init__(managed.parameter, module_info, mesh_info, None, device, None, mp_policy, offload_policy)
 
     @torch.no_grad()
     def _init_sharded_param(  # type: ignore[override]

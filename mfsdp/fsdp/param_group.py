@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -33,14 +33,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     _disable_functorch_if_active,
     is_bw,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, _get_param_module_infos
 from torch.distributed.tensor import Replicate
 from torch.profiler import record_function
 
-from mfsdp.fsdp.collectives import Gather, Pending, ShardGroup
+from mfsdp.fsdp.collectives import BroadcastGather, Gather, Pending, ShardGroup
 from mfsdp.fsdp.managed import ManagedParameter
 from mfsdp.fsdp.owner_param import OwnerParam, ResidentView
+from mfsdp.fsdp.post_forward import PostForward
 from mfsdp.fsdp.reduction import GradientReduction, PartialSum, ReductionPlan, Reductions
+from mfsdp.fsdp.resident import ResidentSegment
 from mfsdp.fsdp.segments import UnitLayout
 from mfsdp.fsdp.strategy import choose_gather, choose_reduction
 from mfsdp.fsdp.unit_memory import UnitMemory
@@ -63,6 +66,20 @@ class _Use:
         self.group.post_backward_of(self)
 
 
+@dataclass(frozen=True)
+class _Gathering:
+    """A gather under way: its collectives, and the event after what else its stream was given (on a GPU)."""
+
+    pending: Pending
+    event: torch.Event | None
+
+    def wait(self, stream: torch.Stream) -> None:
+        """Wait on the CPU, or make ``stream``, the current one, wait."""
+        self.pending.wait()
+        if self.event is not None:
+            stream.wait_event(self.event)
+
+
 class OwnerParamGroup(FSDPParamGroup):
     """The owned parameters of one unit that are stored in one dtype.
 
@@ -72,6 +89,7 @@ class OwnerParamGroup(FSDPParamGroup):
         mesh_info, post_forward_mesh_info: FSDP2's records of the mesh and of what is kept after forward.
         device: device of this rank.
         mp_policy: dtypes of computation and reduction.
+        offload_policy: where the sharded parameters are kept.
     """
 
     def __init__(
@@ -82,75 +100,49 @@ class OwnerParamGroup(FSDPParamGroup):
         post_forward_mesh_info: FSDPMeshInfo | None,
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
     ) -> None:
-        super().__init__([], modules, mesh_info, post_forward_mesh_info, device, None, mp_policy, OffloadPolicy())
+        super().__init__([], modules, mesh_info, post_forward_mesh_info, device, None, mp_policy, offload_policy)
         # matrices first: the tails of a segment then lie together at its end
         managed = sorted(managed, key=lambda parameter: parameter.entry.role is not Role.MATRIX)
         shapes = [parameter.parameter.size() for parameter in managed]
         owners = [parameter.placement.owner for parameter in managed]
         self._layout = UnitLayout.of(shapes, owners)
         self._ranks = ShardGroup.of(mesh_info.mesh, mesh_info.shard_mesh_dim or 0)
-        self._own = self._layout.owned_by(self._ranks.coordinate)
-        self._resident = self._take(managed)
+        own = self._layout.owned_by(self._ranks.coordinate)
+        self._resident = ResidentSegment(own, managed, offload_policy)
         self._must_repack = False
         self._memory: UnitMemory | None = None
-        itemsize = (mp_policy.param_dtype or self._resident.dtype).itemsize
-        self._gather = choose_gather(self._ranks, self._layout, itemsize, device)
-        self._gathering: Pending | None = None
+        itemsize = (mp_policy.param_dtype or self._resident.flat.dtype).itemsize
+        self._gather = choose_gather(
+            self._ranks, self._layout, itemsize, device, by_segment=self._use_post_forward_mesh
+        )
+        self._gathering: _Gathering | None = None
         self._reduction = choose_reduction()
         self._partial = PartialSum()
         self._uses_to_come = 0
         self._took_part = False
         self.fsdp_params: list[OwnerParam] = self._shard(managed, mesh_info)  # type: ignore[assignment]
 
-    # What a rank keeps #
-    @torch.no_grad()
-    def _take(self, managed: Sequence[ManagedParameter]) -> Tensor:
-        """A new resident segment with the values of the parameters that this rank owns."""
-        first = managed[0].parameter
-        resident = torch.empty(self._own.numel, dtype=first.dtype, device=first.device)
-        if not resident.is_meta:
-            for slot in self._own.slots:
-                slot.view(resident).copy_(managed[slot.index].parameter)
-        return resident
-
     def _shard(self, managed: Sequence[ManagedParameter], mesh_info: FSDPMeshInfo) -> list[OwnerParam]:
-        own = {slot.index: slot.view(self._resident) for slot in self._own.slots}
         infos = _get_param_module_infos([parameter.parameter for parameter in managed], self.modules)
         replicas = (Replicate(),) * (mesh_info.mesh.ndim - 1)
         params = []
         for index, (parameter, info) in enumerate(zip(managed, infos, strict=True)):
-            shape = parameter.parameter.shape
-            nothing = self._resident.new_empty((0, *shape[1:]))
-            view = ResidentView(own.get(index, nothing), (*replicas, parameter.placement), self._mark_repack)
-            params.append(OwnerParam(parameter, info, view, mesh_info, self.device, self.mp_policy))
+            local = self._resident.view(index, parameter.parameter.shape)
+            view = ResidentView(local, (*replicas, parameter.placement), self._mark_repack)
+            params.append(
+                OwnerParam(parameter, info, view, mesh_info, self.device, self.mp_policy, self.offload_policy)
+            )
         return params
 
     def _mark_repack(self) -> None:
         self._must_repack = True
 
-    @torch.no_grad()
     def _repack(self) -> None:
-        """Bring local tensors that somebody replaced back into one contiguous segment."""
         self._must_repack = False
-        if any(param.local.is_meta for param in self.fsdp_params):
-            return  # lazy_init refuses them, unless they are materialised before
-        dtypes = {param.local.dtype: param.name for param in self.fsdp_params}
-        if len(dtypes) > 1:
-            described = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
-            raise ValueError(
-                f"the parameters of a unit that were sharded in one dtype no longer have one: {described}. "
-                "Convert the whole module, or none of it."
-            )
-        dtype, device = self.fsdp_params[0].local.dtype, self.fsdp_params[0].local.device
-        if (self._resident.dtype, self._resident.device) != (dtype, device):
-            self._resident = torch.empty(self._own.numel, dtype=dtype, device=device)
+        if self._resident.repack(self.fsdp_params):
             self._drop_memory()
-        for slot in self._own.slots:
-            param, view = self.fsdp_params[slot.index], slot.view(self._resident)
-            if param.local.data_ptr() != view.data_ptr():
-                view.copy_(param.local)
-                param.place_local(view)
 
     def lazy_init(self) -> None:
         super().lazy_init()
@@ -176,12 +168,27 @@ class OwnerParamGroup(FSDPParamGroup):
             self._memory = self._new_memory()
         stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)[-1]
         with record_function(self._with_fqn("FSDP::gather")), self.device_handle.stream(stream):
-            self._gathering = self._gather.start(self._ranks, self._memory.open(), self._what("gather"))
+            self._gathering = _Gathering(self._start_gather(self._memory), stream.record_event())
+
+    def _start_gather(self, memory: UnitMemory) -> Pending:
+        kept = self._post_forward
+        if self.is_sharded_post_forward and kept is not None:
+            rest = memory.open_rest(kept.keepers)
+            return BroadcastGather().start(kept.ranks, rest, self._what("gather in backward"))
+        return self._gather.start(self._ranks, memory.open(), self._what("gather"))
+
+    @property
+    def _post_forward(self) -> PostForward | None:
+        """What is kept between forward and backward, if neither everything nor nothing."""
+        info = self.post_forward_mesh_info
+        if info is None or not self._use_post_forward_mesh:
+            return None
+        return PostForward.of(self._layout, self._ranks, info)
 
     def _new_memory(self) -> UnitMemory:
         return UnitMemory(
             self._layout,
-            self._resident,
+            self._resident.flat,
             self._ranks.coordinate,
             self._full_dtype,
             self.device,
@@ -205,7 +212,8 @@ class OwnerParamGroup(FSDPParamGroup):
             return
         with record_function(self._with_fqn("FSDP::wait_for_gather")):
             gathering, self._gathering = self._gathering, None
-            gathering.wait()
+            gathering.wait(self.device_handle.current_stream())
+        self._memory.use_on(self.device_handle.current_stream())
         self._memory.close()
         if not hasattr(self.fsdp_params[0], "_unsharded_param"):
             for index, view in self._memory.parameters():
@@ -216,6 +224,15 @@ class OwnerParamGroup(FSDPParamGroup):
         super()._to_sharded()
         if self._gathering is None:
             self._free_memory()
+
+    def _to_sharded_post_forward(self) -> None:
+        kept = self._post_forward
+        if self.is_sharded_post_forward or kept is None or self._memory is None:
+            return
+        for param in self.fsdp_params:
+            param.to_sharded()
+        self._memory.free_all_but(kept.kept_here)
+        self._sharded_state = ShardedState.SHARDED_POST_FORWARD
 
     def _free_memory(self) -> None:
         if self._memory is not None:
@@ -311,7 +328,7 @@ class OwnerParamGroup(FSDPParamGroup):
     def _abandon_gather(self) -> None:
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
-            gathering.wait()
+            gathering.wait(self.device_handle.current_stream())
             self._free_memory()
 
     def _what(self, collective: str) -> str:

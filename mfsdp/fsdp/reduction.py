@@ -161,10 +161,12 @@ class GradientReduction:
     def _assign(self, own: Tensor | None) -> None:
         for segment in self._layout.segments:
             mine = segment.owner == self._plan.ranks.coordinate
+            if mine and own is not None:
+                own = own.to(self._params[segment.slots[0].index].local)  # dtype and, if offloaded, device
             for slot in segment.slots:
                 param = self._params[slot.index]
                 if mine and own is not None:
-                    param.accumulate_grad(slot.view(own).to(param.orig_dtype))
+                    param.accumulate_grad(slot.view(own))
                 else:
                     param.accumulate_nothing()
 

@@ -35,7 +35,9 @@ SMALL_UNIT = 256 * 1024
 """Bytes below which a unit is gathered by broadcasts on every network."""
 
 
-def choose_gather(ranks: ShardGroup, layout: UnitLayout, itemsize: int, device: torch.device) -> Gather:
+def choose_gather(
+    ranks: ShardGroup, layout: UnitLayout, itemsize: int, device: torch.device, by_segment: bool = False
+) -> Gather:
     """The gather for a unit, by the rule in the module's docstring. Called on every rank alike.
 
     Args:
@@ -43,13 +45,14 @@ def choose_gather(ranks: ShardGroup, layout: UnitLayout, itemsize: int, device: 
         layout: the unit's.
         itemsize: bytes of an element as it travels.
         device: where it is gathered to.
+        by_segment: whether segments need buffers of their own, to be freed one by one.
     """
     if device.type != "cpu" or dist.get_backend(ranks.group) != "gloo":
         return BroadcastGather()
     if ranks.size <= 2 or layout.numel * itemsize < SMALL_UNIT or _on_one_host(ranks.group):
         return BroadcastGather()
     largest = max(segment.numel for segment in layout.segments)
-    if largest > layout.numel / 2:
+    if by_segment or largest > layout.numel / 2:
         return ChainGather(Lane.of(ranks))
     return ResplitGather(Lane.of(ranks))
 

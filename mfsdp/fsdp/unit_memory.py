@@ -10,7 +10,7 @@
     (re-split and all-gather)
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class UnitMemory:
 
     @torch.no_grad()
     def open(self) -> Shipment:
-        """Make the buffers ready to be gathered into, with this rank's segment in place."""
+        """Make the buffers ready to be gathered into from the owners, with this rank's segment in place."""
         for buffer in self.buffers:
             buffer.open()
         flats = self._flats()
@@ -83,12 +83,23 @@ class UnitMemory:
             if segment.owner == self._coordinate and flat.data_ptr() != self._resident.data_ptr():
                 with torch.autograd._unsafe_preserve_version_counter(flat):
                     flat.copy_(self._resident, non_blocking=True)
-        pieces = [
-            Piece(segment.owner, flat)
-            for segment, flat in zip(self._layout.segments, flats, strict=True)
-            if segment.numel
-        ]
+        return self._ship([segment.owner for segment in self._layout.segments])
+
+    def open_rest(self, keepers: Sequence[int]) -> Shipment:
+        """Make those buffers ready that :meth:`free_all_but` has freed, to be gathered into from ``keepers``."""
+        for buffer in self.buffers:
+            buffer.open()
+        return self._ship(keepers)
+
+    def _ship(self, sources: Sequence[int]) -> Shipment:
+        pieces = [Piece(source, flat) for source, flat in zip(sources, self._flats(), strict=True) if flat.numel()]
         return Shipment(tuple(pieces), self.buffers[0].flat if self._contiguous else None)
+
+    def use_on(self, stream: torch.Stream) -> None:
+        """Tell the allocator that the memory, allocated on a gather stream, is used on ``stream`` as well."""
+        for buffer in self.buffers:
+            if not buffer.is_pinned and buffer.flat.device.type != "cpu":
+                buffer.flat.record_stream(stream)
 
     def close(self) -> None:
         """The gather is complete."""
@@ -99,6 +110,12 @@ class UnitMemory:
         """Give the memory back; what was saved of the parameters stays valid for the next gather."""
         for buffer in self.buffers:
             buffer.free()
+
+    def free_all_but(self, kept: Collection[int]) -> None:
+        """As :meth:`free`, but keep the segments at the positions ``kept``."""
+        for position, buffer in enumerate(self.buffers):
+            if position not in kept:
+                buffer.free()
 
     def parameters(self) -> Iterator[tuple[int, Tensor]]:
         """(index, full parameter) of the unit's parameters, as views."""
