@@ -142,6 +142,7 @@ class OwnerParamGroup(FSDPParamGroup):
     def _repack(self) -> None:
         self._must_repack = False
         if self._resident.repack(self.fsdp_params):
+            self._init_mp_dtypes()
             self._drop_memory()
 
     def lazy_init(self) -> None:
