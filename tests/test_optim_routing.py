@@ -187,7 +187,7 @@ def test_bad_arguments() -> None:
         build_optimizer(new_model(), matrix="adam")
     assert_expected_inline(
         str(unknown.value),
-        """build_optimizer: matrix must be 'muon' or a torch.optim.Optimizer class, not 'adam'.""",
+        """build_optimizer: matrix must be 'muon', 'shampoo', 'soap' or a torch.optim.Optimizer class, not 'adam'.""",
     )
     with pytest.raises(ValueError, match="empty parameter list"):
         build_optimizer(nn.ReLU())

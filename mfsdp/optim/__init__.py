@@ -4,5 +4,7 @@ from mfsdp.optim.adamw import AdamW
 from mfsdp.optim.muon import Muon
 from mfsdp.optim.newton_schulz import newton_schulz
 from mfsdp.optim.routing import RoutedOptimizer, build_optimizer
+from mfsdp.optim.shampoo import Shampoo
+from mfsdp.optim.soap import SOAP
 
-__all__ = ["AdamW", "Muon", "RoutedOptimizer", "build_optimizer", "newton_schulz"]
+__all__ = ["SOAP", "AdamW", "Muon", "RoutedOptimizer", "Shampoo", "build_optimizer", "newton_schulz"]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mfsdp.dtensor import is_local, local_tensor
 
-__all__ = ["LocalUpdate", "OwnerLocalOptimizer", "param_label", "state_like"]
+__all__ = ["LocalUpdate", "OwnerLocalOptimizer", "param_label", "restore_dtypes", "state_like"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,11 @@ class OwnerLocalOptimizer(Optimizer):
         for group in self.param_groups:
             self._update_group(group, *self._collect(group))
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer state; every tensor keeps the dtype that it was saved in."""
+        super().load_state_dict(state_dict)
+        restore_dtypes(self, state_dict)
 
     def _collect(self, group: dict[str, Any]) -> tuple[list[LocalUpdate], list[dict[str, Any]]]:
         owned: list[LocalUpdate] = []
@@ -116,6 +121,22 @@ def state_like(param: Tensor, shape: Sequence[int] | None = None, dtype: torch.d
         shape=torch.Size(shape),
         stride=torch.empty(tuple(shape), device="meta").stride(),
     )
+
+
+def restore_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Undo what loading does to state of another dtype than its parameter's: factors in fp32 of a bf16 matrix.
+
+    Args:
+        optimizer: has just loaded ``state_dict``.
+        state_dict: what it loaded.
+    """
+    saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in zip(saved_ids, params, strict=True):
+        loaded = optimizer.state.get(param, {})
+        for name, saved in state_dict["state"].get(index, {}).items():
+            if isinstance(saved, Tensor) and loaded[name].dtype != saved.dtype:
+                loaded[name] = saved.to(device=loaded[name].device)
 
 
 def param_label(group: dict[str, Any], index: int) -> str:

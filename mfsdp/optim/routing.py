@@ -11,12 +11,15 @@ from torch.optim import Optimizer
 
 from mfsdp.optim.adamw import AdamW
 from mfsdp.optim.muon import Muon
+from mfsdp.optim.owner_local import restore_dtypes
+from mfsdp.optim.shampoo import Shampoo
+from mfsdp.optim.soap import SOAP
 from mfsdp.placements import OwnerShard
 from mfsdp.planning import Role, plan
 
 __all__ = ["RoutedOptimizer", "build_optimizer"]
 
-_BY_NAME: dict[str, type[Optimizer]] = {"muon": Muon}
+_BY_NAME: dict[str, type[Optimizer]] = {"muon": Muon, "shampoo": Shampoo, "soap": SOAP}
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class RoutedOptimizer(Optimizer):
             part.step()
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer state; every tensor keeps the dtype that it was saved in."""
+        super().load_state_dict(state_dict)
+        restore_dtypes(self, state_dict)
+
     def __getstate__(self) -> dict[str, Any]:
         mine = ("parts", "_recipes", "_part_of_group", "_roles")
         return super().__getstate__() | {name: self.__dict__[name] for name in mine}
@@ -119,7 +127,8 @@ def build_optimizer(
 
     Args:
         model: a module, sharded or not, or named parameters.
-        matrix: ``"muon"``, or any ``torch.optim.Optimizer`` class, which is given named parameters.
+        matrix: ``"muon"``, ``"shampoo"``, ``"soap"``, or any ``torch.optim.Optimizer`` class, which is given
+            named parameters.
         matrix_kwargs: keyword arguments of the matrix optimizer.
         other_kwargs: keyword arguments of AdamW, of which ``foreach`` is true by default.
 

@@ -1,0 +1,67 @@
+"""Kronecker factors of a gradient's second moment: their averages, inverse roots and eigenbases.
+
+A factor is ``(k, d, d)``: one symmetric matrix for each of ``k`` logical matrices of one shape. A failed or
+non-finite decomposition is told by returning None, so that the caller keeps what it had.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["inverse_root", "refined_basis", "starting_basis", "update_factor"]
+
+
+def update_factor(factor: Tensor, grad: Tensor, side: int, beta: float) -> Tensor:
+    """Average ``G G^T`` (side 0) or ``G^T G`` (side 1) into ``factor``, in place, unless that is not finite.
+
+    Args:
+        factor: ``(k, d, d)``.
+        grad: ``(k, m, n)``.
+        side: which of the two.
+        beta: factor of the average.
+
+    Returns:
+        Whether it was finite, as a 0-d bool tensor; nothing is read from the device.
+    """
+    grad = grad.to(factor.dtype)
+    outer = grad @ grad.mT if side == 0 else grad.mT @ grad
+    finite = outer.isfinite().all()
+    factor.copy_(torch.where(finite, torch.lerp(outer, factor, beta), factor))
+    return finite
+
+
+def inverse_root(factor: Tensor, exponent: float, eps: float) -> Tensor | None:
+    """``(factor + eps I) ** -exponent`` by eigendecomposition, eigenvalues below 0 taken for 0."""
+    decomposed = _eigh(factor)
+    if decomposed is None:
+        return None
+    values, vectors = decomposed
+    scaled = vectors * (values.clamp(min=0) + eps).pow(-exponent).unsqueeze(-2)
+    return _if_finite(scaled @ vectors.mT)
+
+
+def starting_basis(factor: Tensor) -> Tensor | None:
+    """The eigenvectors of ``factor``, as columns."""
+    decomposed = _eigh(factor)
+    return None if decomposed is None else decomposed[1]
+
+
+def refined_basis(factor: Tensor, basis: Tensor) -> Tensor | None:
+    """One step of orthogonal iteration: ``basis`` brought closer to the eigenvectors of ``factor``."""
+    try:
+        return _if_finite(torch.linalg.qr(factor @ basis).Q)
+    except torch.linalg.LinAlgError:
+        return None
+
+
+def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
+    if not factor.isfinite().all():
+        return None
+    try:
+        values, vectors = torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:
+        return None
+    return None if _if_finite(vectors) is None else (values, vectors)
+
+
+def _if_finite(tensor: Tensor) -> Tensor | None:
+    return tensor if tensor.isfinite().all() else None
