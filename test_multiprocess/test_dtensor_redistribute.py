@@ -356,3 +356,19 @@ def test_distribute_tensor_sources(mesh: DeviceMesh, world_size: int) -> None:
     assert torch.equal(distribute_tensor(mine, mesh, [Tail(1)]).full_tensor(), torch.zeros(3, 2))
     again = mfsdp.distribute_tensor(own, mesh, [OwnerShard(2)])
     assert again is own
+
+
+@on_ranks(2, 3)
+def test_empty_locals_keep_no_memory(mesh: DeviceMesh, world_size: int) -> None:
+    full = values((64, 64))
+    sources = [
+        DTensor.from_local(full, mesh, [Partial()], run_check=False),
+        distribute_tensor(full, mesh, [Shard(0)]),
+        distribute_tensor(full, mesh, [Shard(1)]),
+        distribute_tensor(full, mesh, [Replicate()]),
+        mfsdp.distribute_tensor(full, mesh, [OwnerShard(1)]),
+    ]
+    for source in sources:
+        local = source.redistribute(placements=[OwnerShard(0)]).to_local()
+        expected = full.numel() * full.element_size() if dist.get_rank() == 0 else 0
+        assert local.untyped_storage().nbytes() == expected, source.placements

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, _api, _dispatch, _random, _redistr
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from mfsdp.dtensor import check_version, distribute, install, shapes
+from mfsdp.dtensor import caching, check_version, distribute, install, shapes
 from mfsdp.dtensor.redistribute import redistribute_local_tensor
 
 
@@ -60,6 +60,11 @@ def test_distribute_tensor_is_redirected_in_place() -> None:
     assert parameters(_api.distribute_tensor) == ["tensor", "device_mesh", "placements", "src_data_rank"]
     assert distribute._torch_distribute.__code__ is not _api.distribute_tensor.__code__
     assert torch.distributed.tensor.distribute_tensor is _api.distribute_tensor
+
+
+def test_compile_cache_hash() -> None:
+    assert parameters(caching._torch_stable_hash) == ["self"]
+    assert DTensor._stable_hash_for_caching is caching.stable_hash_for_caching
 
 
 def test_random_tracker() -> None:

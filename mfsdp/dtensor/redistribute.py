@@ -105,9 +105,11 @@ class _State:
             owners[except_dim] = None
         return holds(self.spec.mesh, tuple(owners))
 
+    def empty_shape(self) -> tuple[int, ...]:
+        return empty_shape(self.spec.tensor_meta.shape)  # type: ignore[union-attr]
+
     def empty(self) -> Tensor:
-        shape = self.spec.tensor_meta.shape  # type: ignore[union-attr]
-        return self.local.new_empty(empty_shape(shape))
+        return self.local.new_empty(self.empty_shape())
 
     def here(self, mesh_dim: int) -> int:
         return self.spec.mesh.get_coordinate()[mesh_dim]  # type: ignore[index]
@@ -250,8 +252,12 @@ def _enter(state: _State, mesh_dim: int, owner: Placement) -> _State:
         local = _reduce(state, mesh_dim, source, owner.owner)
     elif state.here(mesh_dim) == owner.owner:
         local = local.clone()  # as Replicate to Shard does: the two must not share memory
+    else:
+        return state.moved(state.empty(), mesh_dim, owner)
     if state.here(mesh_dim) != owner.owner:
-        local = state.empty()
+        # Made from what the collective returned, since in a compiled graph nothing may look unused on some ranks
+        # only; and a copy, since it must not keep that memory.
+        local = local.reshape(-1)[:0].reshape(state.empty_shape()).clone()
     return state.moved(local, mesh_dim, owner)
 
 
@@ -293,7 +299,7 @@ def _send(state: _State, mesh_dim: int, source: int, destination: int) -> Tensor
     send = [layout.numel if (here, to) == (source, destination) else 0 for to in ranks]
     receive = [layout.numel if (here, of) == (destination, source) else 0 for of in ranks]
     received = transfer.exchange(out, send, receive, mesh, mesh_dim)
-    return layout.unflatten(received) if here == destination else state.empty()
+    return layout.unflatten(received) if here == destination else received
 
 
 def _gather(state: _State, mesh_dim: int, tensor_dim: int, owner: int) -> Tensor:
@@ -310,7 +316,7 @@ def _gather(state: _State, mesh_dim: int, tensor_dim: int, owner: int) -> Tensor
     receive = [size * stride if here == owner else 0 for size in sizes]
     received = transfer.exchange(out, send, receive, mesh, mesh_dim)
     if here != owner:
-        return state.empty()
+        return received
     leading = [whole[tensor_dim], *(n for dim, n in enumerate(whole) if dim != tensor_dim)]
     return received.view(leading).movedim(0, tensor_dim).contiguous()
 

@@ -13,6 +13,7 @@ import it by name)
 ``_utils._compute_local_shape_and_global_offset``    local shapes and checkpoint offsets of owned tensors
 ``_api.compute_global_tensor_info``                  ``DTensor.from_local`` without a shape is refused
 ``_ToTorchTensor.backward``                          gradients of ``to_local()`` get the spec of the tensor
+``DTensor._stable_hash_for_caching``                 compile caches tell owners from others
 ``distribute_tensor`` (its code object)              :mod:`mfsdp.dtensor.distribute`
 ===================================================  =====================================================
 
@@ -29,7 +30,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, _api, _dispatch, _redistribute, _utils
 from torch.distributed.tensor._op_schema import OpInfo
 
-from mfsdp.dtensor import distribute, gradients, lists, shapes
+from mfsdp.dtensor import caching, distribute, gradients, lists, shapes
 from mfsdp.dtensor.execution import execute
 from mfsdp.dtensor.propagation import SkippedOutputSharding, has_owned_operand, owners_present, propagate
 from mfsdp.dtensor.redistribute import redistribute_local_tensor
@@ -72,6 +73,7 @@ def install() -> None:
     _utils._compute_local_shape_and_global_offset = shapes.compute_local_shape_and_global_offset  # type: ignore[assignment]
     _api.compute_global_tensor_info = shapes.compute_global_tensor_info
     _api._ToTorchTensor.backward = staticmethod(gradients.to_local_backward)  # type: ignore[method-assign]
+    DTensor._stable_hash_for_caching = caching.stable_hash_for_caching  # type: ignore[method-assign, assignment]
     distribute.redirect_torch()
     _installed = True
 
