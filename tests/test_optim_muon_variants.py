@@ -196,7 +196,7 @@ def test_compiled_is_eager_with_few_compilations() -> None:
     shapes = [(6, 6), (9, 4), (5, 11), (6, 6), (8, 8), (7, 3), (9, 4), (10, 12)]
     compiled, eager = parameters(shapes), parameters(shapes)
     with mock.patch.object(batching, "_compiled_iterate", return_value=compiled_iterate):
-        for options, params in (({"compile": True}, compiled), ({}, eager)):
+        for options, params in (({"compile": True, "batched": True}, compiled), ({}, eager)):
             optimizer = Muon(params, **DOUBLE, **options)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
             for step in range(4):
@@ -220,7 +220,7 @@ SPLITS: list[tuple[tuple[int, ...], Any, Callable[[Tensor], list[Tensor]]]] = [
 
 
 @pytest.mark.parametrize(("shape", "rule", "pieces"), SPLITS)
-@pytest.mark.parametrize("options", [{}, {"second_moment": 0.9}, {"batched": False}])
+@pytest.mark.parametrize("options", [{}, {"second_moment": 0.9}, {"batched": True}])
 def test_logical_matrices_are_as_if_they_were_parameters(
     shape: tuple[int, ...], rule: Any, pieces: Callable[[Tensor], list[Tensor]], options: dict[str, Any]
 ) -> None:
@@ -244,8 +244,8 @@ def test_nan_in_one_gradient_leaves_the_others_of_its_batch_alone() -> None:
             param.grad = grad
     assert bad[1].grad is not None
     bad[1].grad[0, 0] = math.nan
-    Muon(good, **DOUBLE).step()
-    Muon(bad, **DOUBLE).step()
+    Muon(good, **DOUBLE, batched=True).step()
+    Muon(bad, **DOUBLE, batched=True).step()
     assert bad[1].isnan().any()
     for index in (0, 2):
         torch.testing.assert_close(bad[index], good[index])

@@ -18,7 +18,7 @@ __all__ = ["batches", "orthogonalize"]
 MAX_BATCH_ELEMENTS = 1 << 23
 
 
-def batches(shapes: Sequence[torch.Size], batched: bool = True) -> Iterator[list[int]]:
+def batches(shapes: Sequence[torch.Size], batched: bool) -> Iterator[list[int]]:
     """Positions in ``shapes`` in batches of one shape, up to transposition.
 
     Args:

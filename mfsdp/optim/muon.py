@@ -84,7 +84,8 @@ class Muon(OwnerLocalOptimizer):
         split: what the logical matrices of a parameter are, for instance
             ``mfsdp.planning.EqualBlocks(3)`` for a fused QKV projection, or ``Stack()`` for experts
             ``(E, m, n)``; each is orthogonalised and scaled by itself.
-        batched: whether matrices of one shape are orthogonalised together.
+        batched: whether matrices of one shape are orthogonalised together: faster where they are small or many,
+            but rounded as batched products are, so no longer bit-equal to one by one.
         compile: whether the iteration runs compiled; shapes are dynamic, and ``lr`` is no part of it.
         capturable: whether the step may be captured in a CUDA graph; a tensor ``lr`` is then read on the device.
 
@@ -111,7 +112,7 @@ class Muon(OwnerLocalOptimizer):
         second_moment: float | None = None,
         ns_dtype: torch.dtype = torch.bfloat16,
         split: Split | SplitRule | None = None,
-        batched: bool = True,
+        batched: bool = False,
         compile: bool = False,
         capturable: bool = False,
     ) -> None:

@@ -1,0 +1,128 @@
+"""Every matrix optimizer on owned parameters is what it is on plain tensors, without a collective."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import mfsdp
+from mfsdp.comm_counter import CommCounter
+from mfsdp.dtensor import is_local, local_tensor
+from mfsdp.optim import SOAP, Muon, Shampoo
+from mfsdp.planning.split import EqualBlocks, Stack
+from test_multiprocess.world import on_ranks
+
+SHAPES = [(8, 8), (12, 4), (4, 12), (8, 8), (6, 6)]
+
+OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "muon": (Muon, {"lr": 0.02}),
+    # in fp32: a rank's batches are parts of the whole list's, and are rounded in another way
+    "muon in batches": (Muon, {"batched": True, "ns_dtype": torch.float32}),
+    "normuon": (Muon, {"second_moment": 0.9, "adjust_lr": "match_rms_adamw", "cautious": True}),
+    "muon of blocks": (Muon, {"split": EqualBlocks(2)}),
+    "shampoo": (Shampoo, {"precondition_frequency": 2}),
+    "soap": (SOAP, {"precondition_frequency": 2}),
+    "soap of blocks": (SOAP, {"precondition_frequency": 2, "split": EqualBlocks(2, dim=1)}),
+}
+
+
+def owned(full: Tensor, mesh: DeviceMesh, owner: int) -> DTensor:
+    return mfsdp.distribute_tensor(full.clone(), mesh, [mfsdp.OwnerShard(owner)], src_data_rank=None)
+
+
+def tensors(shapes: list[tuple[int, ...]], seed: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+class Pair:
+    """The same parameters, owned and plain, each with an optimizer of its own."""
+
+    def __init__(self, mesh: DeviceMesh, make: Callable[[Any], Any], shapes: list[tuple[int, ...]], dtype: torch.dtype):
+        self.mesh, self.shapes, self.dtype = mesh, shapes, dtype
+        full = tensors(shapes, 0, dtype)
+        self.owned = [nn.Parameter(owned(t, mesh, i % mesh.size())) for i, t in enumerate(full)]
+        self.plain = [nn.Parameter(t.clone()) for t in full]
+        self.optimizer, self.reference = make(self.owned), make(self.plain)
+
+    def step(self, number: int) -> CommCounter:
+        """One step of both; what that of the owned ones communicated."""
+        grads = tensors(self.shapes, number + 1, self.dtype)
+        for index, (param, plain, grad) in enumerate(zip(self.owned, self.plain, grads, strict=True)):
+            param.grad, plain.grad = owned(grad, self.mesh, index % self.mesh.size()), grad
+        with CommCounter() as comm:
+            self.optimizer.step()
+        self.reference.step()
+        return comm
+
+    def assert_equal(self) -> None:
+        for param, plain in zip(self.owned, self.plain, strict=True):
+            if is_local(param):
+                tolerance = {"rtol": 1e-5, "atol": 1e-6} if self.dtype is torch.float32 else {}
+                torch.testing.assert_close(local_tensor(param), plain.detach(), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@on_ranks(2, 4)
+def test_as_on_plain_tensors(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    pair = Pair(mesh, lambda params: optimizer_class(params, **options), SHAPES, dtype)
+    for number in range(20):
+        comm = pair.step(number)
+        assert (comm.collectives, comm.bytes) == (0, 0), comm
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("name", ["normuon", "shampoo", "soap"])
+@on_ranks(2, 3)
+def test_state_is_alike_on_every_rank_and_resumes(mesh: DeviceMesh, world_size: int, name: str) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    pair = Pair(mesh, lambda params: optimizer_class(params, **options), SHAPES, torch.float32)
+    for number in range(3):
+        pair.step(number)
+
+    described = {
+        (index, key): (tuple(value.shape), str(value.dtype))
+        for index, state in pair.optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+    }
+    seen: list[Any] = [None] * world_size
+    dist.all_gather_object(seen, described)
+    assert all(other == seen[0] for other in seen)
+    for param in pair.owned:
+        for key, value in pair.optimizer.state[param].items():
+            if key != "step":
+                assert value.placements == param.placements
+
+    saved = copy.deepcopy(pair.optimizer.state_dict())
+    pair.optimizer = optimizer_class(pair.owned, **options)
+    pair.optimizer.load_state_dict(saved)
+    for number in range(3, 6):
+        pair.step(number)
+    pair.assert_equal()
+
+
+@on_ranks(2, 4)
+def test_muon_is_bit_equal_to_plain_torch(mesh: DeviceMesh) -> None:
+    pair = Pair(mesh, Muon, SHAPES, torch.float32)
+    pair.reference = torch.optim.Muon(pair.plain)
+    for number in range(20):
+        assert pair.step(number).collectives == 0
+    for param, plain in zip(pair.owned, pair.plain, strict=True):
+        assert not is_local(param) or torch.equal(local_tensor(param), plain)
+
+
+@on_ranks(2)
+def test_stacks_of_experts(mesh: DeviceMesh) -> None:
+    shapes: list[tuple[int, ...]] = [(3, 4, 6), (3, 6, 4)]
+    pair = Pair(mesh, lambda params: Muon(params, split=Stack()), shapes, torch.float32)
+    for number in range(3):
+        assert pair.step(number).collectives == 0
+    pair.assert_equal()
