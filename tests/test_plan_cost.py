@@ -119,7 +119,7 @@ class TestErrors(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(found),
             """\
-ns_steps=-1 must be 0 or more.
+ns_steps=-1, batch_elements=0 must be 0 or more.
 interval=0 must be 1 or more, max_preconditioner_dim=8192 0 or more.
 master=torch.int8: only floating-point dtypes can be kept.""",
         )

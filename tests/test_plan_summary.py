@@ -85,9 +85,18 @@ class TestComparison:
         assert (zero3.moved_bytes, once.moved_bytes, ours.moved_bytes) == (gradients // 2, gradients // 2, 0)
         assert zero1.moved_bytes == everything * 2 // 2
         transient = 24 * (4 + 4) + 4 * 16
-        assert ours.peak_bytes - resident == transient
+        assert ours.peak_bytes - resident == transient + 24 * 2
+        assert zero1.peak_bytes - zero1.resident_bytes == transient + 24 * 2
         assert zero3.peak_bytes - resident == transient + 24 * 4
         assert once.peak_bytes - resident == transient + gradients
+
+    def test_batches_take_more_at_once(self) -> None:
+        made = plan_specs(small(), 2, cost_model=MIXED)
+        batched = MuonCost(precision=MIXED.precision, batch_elements=48)
+        both = 48 * (4 + 4) + 24 * 2 + 4 * 2 * 16  # both matrices of a rank
+        assert step_peaks(made, batched) == [load.resident_bytes + both for load in made.loads()]
+        too_small = MuonCost(precision=MIXED.precision, batch_elements=47)
+        assert step_peaks(made, too_small) == step_peaks(made, MIXED)
 
     def test_elementwise_steps_can_be_the_peak(self) -> None:
         specs = [ParameterSpec("w", Role.MATRIX, (2, 2), torch.float32), ParameterSpec("t", Role.TAIL, (500,), BF16)]

@@ -14,7 +14,7 @@ from ``W`` ranks receives ``n (W - 1) / W``. Elementwise steps are sharded evenl
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mfsdp.planning.cost import ADAMW_FLOPS, CostModel
+from mfsdp.planning.cost import ADAMW_FLOPS, CostModel, Stepped
 from mfsdp.planning.records import ParameterSpec, Role, rows_of_rank
 from mfsdp.planning.shard_plan import ShardPlan
 
@@ -43,19 +43,26 @@ class Scheme:
 def step_peaks(plan: ShardPlan, cost_model: CostModel) -> list[int]:
     """The most bytes that each rank holds during the optimizer step: what it keeps, and what the step needs.
 
-    Matrices are stepped one after the other, and then everything elementwise at once.
+    The matrix optimizer steps first, and then everything elementwise at once.
     """
-    matrix = [0] * plan.world_size
+    matrices: list[list[Stepped]] = [[] for _ in range(plan.world_size)]
     elementwise = [0] * plan.world_size
     for entry in plan.entries.values():
-        transient = cost_model.transient_bytes(entry.spec)
-        for rank, part in entry.divide(transient, plan.world_size):
-            if entry.role is Role.MATRIX:
-                matrix[rank] = max(matrix[rank], transient)
-            else:
+        spec = entry.spec
+        if not spec.trainable:
+            continue
+        if entry.role is not Role.MATRIX:
+            for rank, part in entry.divide(cost_model.transient_bytes(spec), plan.world_size):
                 elementwise[rank] += part
-    transients = map(max, matrix, elementwise)
-    return [load.resident_bytes + more for load, more in zip(plan.loads(), transients, strict=True)]
+            continue
+        itemsize = cost_model.precision.state_size(spec.dtype)
+        for count, rows, columns in spec.matrices():
+            for rank, part in entry.divide(count, plan.world_size):
+                matrices[rank].append(Stepped(part, rows, columns, itemsize))
+    return [
+        load.resident_bytes + max(cost_model.rank_transient(owned), more)
+        for load, owned, more in zip(plan.loads(), matrices, elementwise, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

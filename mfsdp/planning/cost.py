@@ -9,6 +9,8 @@ Below, a matrix is ``(m, n)``; where only the smaller and the larger of the two 
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -25,6 +27,7 @@ __all__ = [
     "Precision",
     "ShampooCost",
     "SoapCost",
+    "Stepped",
     "newton_schulz_flops",
 ]
 
@@ -83,6 +86,27 @@ def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
     return steps * (4 * small * small * large + 2 * small**3)
 
 
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """Matrices that lie together in one parameter and are stepped by one rank.
+
+    Args:
+        count: how many.
+        rows, columns: the shape of each.
+        itemsize: bytes per element of the tensor that is stepped.
+    """
+
+    count: int
+    rows: int
+    columns: int
+    itemsize: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all of them."""
+        return self.count * self.rows * self.columns
+
+
 @dataclass(frozen=True)
 class CostModel(ABC):
     """What keeping and stepping one parameter costs, over all ranks that have a part of it.
@@ -116,6 +140,12 @@ class CostModel(ABC):
         Args:
             itemsize: bytes per element of the tensor that is stepped.
         """
+
+    def rank_transient(self, matrices: Sequence[Stepped]) -> int:
+        """Bytes alive at once while one rank steps ``matrices``, beside what is kept; one by one unless overridden."""
+        return max(
+            (self.matrix_transient(matrix.rows, matrix.columns, matrix.itemsize) for matrix in matrices), default=0
+        )
 
     @property
     def name(self) -> str:
@@ -159,21 +189,28 @@ class CostModel(ABC):
 class MuonCost(CostModel):
     """Muon: one momentum buffer, and Newton-Schulz in 16 bits.
 
-    Transient: the update that goes into Newton-Schulz, in the stepped dtype; two copies of it and two Gram
-    matrices ``(s, s)`` in 16 bits, which is what an iteration holds while it makes the next iterate.
+    Transient, of one matrix: the update that goes into Newton-Schulz, in the stepped dtype; two copies of it and
+    two Gram matrices ``(s, s)`` in 16 bits, which is what an iteration holds while it makes the next iterate.
+
+    Transient, of all matrices of a rank: as :class:`mfsdp.optim.Muon` does it. The memory for the iteration is
+    that of the largest matrix, used again for each, and in the next step; beside it there is the update, and a
+    copy of it in 16 bits. With ``batched=True`` read batch for matrix: of matrices of one shape, up to
+    transposition.
 
     Args:
         ns_steps: Newton-Schulz iterations of a step.
+        batch_elements: a batch has at most so many elements, or is one parameter's; 0 without batches.
 
     Raises:
-        PlanError: ``ns_steps`` is negative.
+        PlanError: a negative number.
     """
 
     ns_steps: int = 5
+    batch_elements: int = 0
 
     def __post_init__(self) -> None:
-        if self.ns_steps < 0:
-            raise PlanError(f"ns_steps={self.ns_steps} must be 0 or more.")
+        if self.ns_steps < 0 or self.batch_elements < 0:
+            raise PlanError(f"ns_steps={self.ns_steps}, batch_elements={self.batch_elements} must be 0 or more.")
 
     @property
     def optimizer(self) -> str:
@@ -187,6 +224,31 @@ class MuonCost(CostModel):
 
     def matrix_transient(self, rows: int, columns: int, itemsize: int) -> int:
         return rows * columns * (itemsize + 2 * 2) + 2 * 2 * min(rows, columns) ** 2
+
+    def rank_transient(self, matrices: Sequence[Stepped]) -> int:
+        updates = iterates = squares = 0
+        for batch in _batches(matrices, self.batch_elements):
+            copy = 2 * max(matrix.numel for matrix in batch)
+            updates = max(updates, copy + sum(matrix.numel * matrix.itemsize for matrix in batch))
+            iterates = max(iterates, sum(matrix.numel for matrix in batch))
+            squares = max(squares, sum(matrix.count * min(matrix.rows, matrix.columns) ** 2 for matrix in batch))
+        return updates + 2 * 2 * iterates + 2 * 2 * squares
+
+
+def _batches(matrices: Sequence[Stepped], most: int) -> Iterator[list[Stepped]]:
+    """Matrices of one shape, up to transposition, in batches of at most ``most`` elements or one entry."""
+    shapes: defaultdict[tuple[int, ...], list[Stepped]] = defaultdict(list)
+    for matrix in matrices:
+        if matrix.numel:
+            shapes[tuple(sorted((matrix.rows, matrix.columns)))].append(matrix)
+    for alike in shapes.values():
+        batch: list[Stepped] = []
+        for matrix in alike:
+            if batch and sum(other.numel for other in batch) + matrix.numel > most:
+                yield batch
+                batch = []
+            batch.append(matrix)
+        yield batch
 
 
 @dataclass(frozen=True)
