@@ -6,6 +6,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mfsdp.optim.muon import Muon
+from mfsdp.optim.shampoo import Shampoo
+from mfsdp.optim.soap import SOAP
 from mfsdp.planning import CostModel, MuonCost, ParameterSpec, PlanError, Role, plan
 from mfsdp.planning.cost import ADAMW_FLOPS, COST_MODELS, EIGH_FLOPS, Precision, ShampooCost, SoapCost
 from mfsdp.planning.split import EqualBlocks
@@ -63,6 +66,16 @@ class TestFlops:
 
 
 class TestBytes:
+    @pytest.mark.parametrize(("kind", "cost"), [(Muon, MuonCost()), (Shampoo, ShampooCost()), (SOAP, SoapCost())])
+    def test_state_is_that_of_the_optimizer(self, kind: type[torch.optim.Optimizer], cost: CostModel) -> None:
+        parameter = nn.Parameter(torch.randn(12, 20))
+        parameter.grad = torch.randn(12, 20)
+        optimizer = kind([parameter])
+        optimizer.step()
+        counters = ("step", "failures")
+        state = sum(value.nbytes for name, value in optimizer.state[parameter].items() if name not in counters)
+        assert cost.resident_bytes(matrix(12, 20)) == 2 * parameter.nbytes + state
+
     def test_master_copies_and_state_in_their_dtypes(self) -> None:
         cost = MuonCost(precision=Precision(master=torch.float32))
         assert cost.resident_bytes(matrix(3, 4, torch.bfloat16)) == 12 * (2 + 4 + 2 + 4)
