@@ -9,7 +9,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+import mfsdp
 from mfsdp.optim import AdamW, Muon, RoutedOptimizer, build_optimizer
+from mfsdp.planning.split import EqualBlocks
 
 
 class Model(nn.Module):
@@ -197,3 +199,98 @@ def test_bad_arguments() -> None:
         build_optimizer(new_model(), matrix_kwargs={"momentun": 0.9})
     with pytest.raises(ValueError, match="differentiable=True is not supported"):
         build_optimizer(new_model(), other_kwargs={"differentiable": True, "foreach": False})
+
+
+def test_patterns_make_groups_with_options_of_their_own() -> None:
+    model = new_model()
+    optimizer = build_optimizer(
+        model,
+        matrix_kwargs={"lr": 0.02},
+        groups={"blocks.0.0.weight": {"lr": 0.5}, "blocks.?.1.*": {"weight_decay": 0.0}, "blocks.*.bias": {"lr": 0.25}},
+    )
+    described = [(group["param_names"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert described == [
+        (["blocks.1.0.weight"], 0.02, 0.1),
+        (["embed.weight", "head.weight"], 1e-3, 1e-2),
+        (["blocks.0.0.weight"], 0.5, 0.1),
+        (["blocks.0.1.weight", "blocks.0.1.bias", "blocks.1.1.weight", "blocks.1.1.bias"], 1e-3, 0.0),
+        (["blocks.0.0.bias", "blocks.1.0.bias"], 0.25, 1e-2),
+    ]
+    train(model, [optimizer], steps=1)
+
+
+def test_logical_matrices_come_from_the_plan() -> None:
+    model = new_model()
+    plan = mfsdp.plan(model, 1, splits={"blocks.0.0.weight": EqualBlocks(3)})
+    optimizer = build_optimizer(model, plan=plan)
+    split = {tuple(group["param_names"]): group.get("split") for group in optimizer.param_groups}
+    assert split["blocks.0.0.weight",] == plan.entries["blocks.0.0.weight"].split
+    assert split["blocks.1.0.weight",] is None
+    train(model, [optimizer], steps=2)
+
+
+@pytest.mark.parametrize("matrix", ["muon", "shampoo", "soap"])
+def test_stepping_in_backward_gives_the_same_numbers(matrix: str) -> None:
+    ordinary, overlapped = new_model(), new_model()
+    train(ordinary, [together(ordinary, matrix=matrix)])
+    optimizer = together(overlapped, matrix=matrix, overlap="backward")
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    train(overlapped, [optimizer])
+    schedule.step()
+    assert_equal(ordinary, overlapped)
+    loss = overlapped(torch.arange(8)).square().mean()
+    loss.backward()
+    assert all(param.grad is None for param in overlapped.parameters())
+
+
+def test_accumulating_gradients_with_steps_in_backward() -> None:
+    tokens = torch.arange(8)
+
+    def loss_of(model: nn.Module, half: int) -> torch.Tensor:
+        return model(tokens.chunk(2)[half]).square().mean()
+
+    ordinary, overlapped = new_model(), new_model()
+    optimizer = together(ordinary)
+    for half in (0, 1):
+        loss_of(ordinary, half).backward()
+    optimizer.step()
+
+    optimizer = together(overlapped, overlap="backward")
+    assert optimizer.backward_steps is not None
+    for half in (0, 1):
+        optimizer.backward_steps.is_last_microbatch = half == 1
+        loss_of(overlapped, half).backward()
+    optimizer.step()
+    assert_equal(ordinary, overlapped)
+
+    loss_of(overlapped, 0).backward()
+    with pytest.raises(RuntimeError, match="a second backward since the last"):
+        loss_of(overlapped, 1).backward()
+
+
+def test_what_stepping_in_backward_excludes() -> None:
+    model = new_model()
+    optimizer = together(model, overlap="backward")
+    with pytest.raises(ValueError, match="cannot be clipped"):
+        optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(ValueError, match="takes no closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(ValueError, match="cannot step Muon, the matrix optimizer, one"):
+        build_optimizer(new_model(), matrix=torch.optim.Muon, overlap="backward")
+    with pytest.raises(ValueError, match="overlap must be None or 'backward', not 'forward'"):
+        build_optimizer(new_model(), overlap="forward")
+
+
+def test_clipping_over_all_groups() -> None:
+    model = new_model()
+    optimizer = together(model)
+    model(torch.arange(8)).square().mean().backward()
+    expected = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    assert torch.equal(optimizer.clip_grad_norm_(1e-3), expected)
+
+
+def test_bad_groups() -> None:
+    with pytest.raises(ValueError, match=r"no parameter matches '\*.typo'"):
+        build_optimizer(new_model(), groups={"*.typo": {"lr": 0.1}})
+    with pytest.raises(ValueError, match="a group has the option 'momentun', which Muon does not have"):
+        build_optimizer(new_model(), groups={"blocks.*.0.weight": {"momentun": 0.1}})

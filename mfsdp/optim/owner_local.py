@@ -1,7 +1,7 @@
 """What the optimizers here share: they step local tensors, on the ranks that hold them, and on no other."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,18 +61,26 @@ class OwnerLocalOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._update_group(group, *self._collect(group))
+            self._update_group(group, *self._collect(group, range(len(group["params"]))))
         return loss
+
+    @torch.no_grad()
+    def step_one(self, group_index: int, param_index: int) -> None:
+        """Step one parameter of one group, exactly as :meth:`step` steps it; hooks of steps are not called."""
+        group = self.param_groups[group_index]
+        self._update_group(group, *self._collect(group, [param_index]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state; every tensor keeps the dtype that it was saved in."""
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
 
-    def _collect(self, group: dict[str, Any]) -> tuple[list[LocalUpdate], list[dict[str, Any]]]:
+    def _collect(self, group: dict[str, Any], indices: Iterable[int]) -> tuple[list[LocalUpdate], list[dict[str, Any]]]:
         owned: list[LocalUpdate] = []
         elsewhere: list[dict[str, Any]] = []
-        for index, param in enumerate(group["params"]):
+        params = group["params"]
+        for index in indices:
+            param = params[index]
             if param.grad is None:
                 continue
             state = self.state[param]

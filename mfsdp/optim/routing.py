@@ -1,7 +1,8 @@
 """One optimizer for a whole model: matrices to a matrix optimizer, everything else to AdamW."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mfsdp.optim.adamw import AdamW
+from mfsdp.optim.backward_steps import BackwardSteps
 from mfsdp.optim.muon import Muon
 from mfsdp.optim.owner_local import restore_dtypes
 from mfsdp.optim.shampoo import Shampoo
 from mfsdp.optim.soap import SOAP
 from mfsdp.placements import OwnerShard
-from mfsdp.planning import Role, plan
+from mfsdp.planning import Role, ShardPlan
+from mfsdp.planning import plan as make_plan
+from mfsdp.planning.split import Split
 
 __all__ = ["RoutedOptimizer", "build_optimizer"]
 
@@ -42,11 +46,14 @@ class RoutedOptimizer(Optimizer):
 
     Attributes:
         parts: ``"matrix"`` and ``"other"`` to the optimizer of each; one without parameters is absent.
+        backward_steps: with ``overlap="backward"``, what steps parameters during backward; else None.
     """
+
+    backward_steps: BackwardSteps | None = None
 
     def __init__(
         self,
-        named_params: Iterable[tuple[str, Tensor]],
+        groups: Iterable[dict[str, Any]],
         matrix: _Recipe,
         other: _Recipe,
         roles: Mapping[str, Role],
@@ -55,7 +62,7 @@ class RoutedOptimizer(Optimizer):
         self._recipes = {"matrix": matrix, "other": other}
         self._part_of_group: list[str] = []
         self._roles = dict(roles)
-        super().__init__(named_params, {})
+        super().__init__(groups, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, named if the others are; matrices and others become a group each.
@@ -80,18 +87,47 @@ class RoutedOptimizer(Optimizer):
         else:
             self.parts[part] = recipe.make(group)
             self.parts[part].state = self.state
+        self._check_names(part, group)
         super().add_param_group(self.parts[part].param_groups[-1])
         self._part_of_group.append(part)
+
+    def _check_names(self, part: str, options: Iterable[str]) -> None:
+        """Refuse an option that the part does not have, which it would silently ignore."""
+        known = {*self.parts[part].defaults, "params", "param_names", "initial_lr"}
+        unknown = [option for option in options if option not in known]
+        if unknown:
+            raise ValueError(
+                f"a group has the option {unknown[0]!r}, which {type(self.parts[part]).__name__} does not have; it has "
+                f"{', '.join(sorted(self.parts[part].defaults))}."
+            )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform one optimization step; ``closure`` reevaluates the model and returns the loss."""
         loss = None
         if closure is not None:
+            if self.backward_steps is not None:
+                raise ValueError('build_optimizer(overlap="backward") steps in backward: step takes no closure.')
             with torch.enable_grad():
                 loss = closure()
         for part in self.parts.values():
             part.step()
+        if self.backward_steps is not None:
+            self.backward_steps.end_step()
         return loss
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """:func:`torch.nn.utils.clip_grad_norm_` over all parameters.
+
+        Raises:
+            ValueError: with ``overlap="backward"`` the gradients have been used before their norm is known.
+        """
+        if self.backward_steps is not None:
+            raise ValueError(
+                'build_optimizer(overlap="backward") steps each parameter before the norm of all gradients is '
+                "known, so that they cannot be clipped by it. Build the optimizer without overlap."
+            )
+        params = [param for group in self.param_groups for param in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state; every tensor keeps the dtype that it was saved in."""
@@ -116,14 +152,19 @@ def build_optimizer(
     matrix: str | type[Optimizer] = "muon",
     matrix_kwargs: Mapping[str, Any] | None = None,
     other_kwargs: Mapping[str, Any] | None = None,
+    *,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
+    plan: ShardPlan | None = None,
+    overlap: str | None = None,
 ) -> RoutedOptimizer:
     """The optimizer of a model: ``matrix`` steps its matrices, and AdamW everything else.
 
     Of the DTensors that are sharded in any way, those with an ``OwnerShard`` are matrices. For plain and for
-    replicated tensors the role decides that the planner gives them, by which embeddings and output heads are
-    none; where ``model`` is not a module there are no roles, and two dimensions make a matrix. The first
-    group holds the matrices and the second everything else, in the order of ``named_parameters``, on every
-    rank alike; an empty group is left out.
+    replicated tensors the role decides, from the plan or as the planner gives it, by which embeddings and
+    output heads are none; where ``model`` is not a module there are no roles, and two dimensions make a matrix.
+
+    Without ``groups`` and ``plan`` the first group holds the matrices and the second everything else, in the
+    order of ``named_parameters``, on every rank alike; an empty group is left out.
 
     Args:
         model: a module, sharded or not, or named parameters.
@@ -131,18 +172,65 @@ def build_optimizer(
             named parameters.
         matrix_kwargs: keyword arguments of the matrix optimizer.
         other_kwargs: keyword arguments of AdamW, of which ``foreach`` is true by default.
+        groups: name pattern (``*``, ``?``, ``[...]``; ``*`` also matches dots) to the options of the parameters
+            that match it, for instance ``{"*.norm.*": {"weight_decay": 0.0}}``. They become groups of their
+            own, after the others; a parameter belongs to the first pattern that matches.
+        plan: the model's, for the logical matrices in it (its ``splits``), which ``matrix`` must then take as the
+            option ``split``.
+        overlap: ``"backward"`` to step each parameter during backward, as soon as its gradient has arrived, and
+            to free the gradient; ``step`` then only ends the step. The numbers are the same. It excludes
+            clipping by global norm, closures, and accumulating gradients without saying which micro-batch is
+            the last (``optimizer.backward_steps.is_last_microbatch``).
 
     Raises:
-        ValueError: ``matrix`` is not known, there are no parameters, or the optimizers refuse a parameter or
-            an argument.
+        ValueError: an argument is not known, a pattern matches nothing, there are no parameters, or the
+            optimizers refuse a parameter or an argument.
     """
-    named = model.named_parameters() if isinstance(model, nn.Module) else model
-    return RoutedOptimizer(
-        named,
+    if overlap not in (None, "backward"):
+        raise ValueError(f"build_optimizer: overlap must be None or 'backward', not {overlap!r}.")
+    named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
+    if plan is not None:
+        roles = {name: entry.role for name, entry in plan.entries.items()}
+    else:
+        roles = _roles_by_name(model) if isinstance(model, nn.Module) else {}
+    optimizer = RoutedOptimizer(
+        _grouped(named, groups or {}, plan),
         matrix=_Recipe(_matrix_class(matrix), dict(matrix_kwargs or {})),
         other=_Recipe(AdamW, _with_foreach(dict(other_kwargs or {}))),
-        roles=_roles_by_name(model) if isinstance(model, nn.Module) else {},
+        roles=roles,
     )
+    if overlap == "backward":
+        optimizer.backward_steps = BackwardSteps(optimizer.parts)
+    return optimizer
+
+
+def _grouped(
+    named: Sequence[tuple[str, Tensor]], patterns: Mapping[str, Mapping[str, Any]], plan: ShardPlan | None
+) -> list[dict[str, Any]]:
+    """Groups by pattern and by logical matrices: first those of no pattern, then pattern by pattern."""
+    unmatched = set(patterns)
+    found: dict[tuple[str | None, Split | None], list[tuple[str, Tensor]]] = {(None, None): []}
+    for name, param in named:
+        matching = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        unmatched.difference_update(matching)
+        entry = plan.entries.get(name) if plan is not None else None
+        key = (matching[0] if matching else None, entry.split if entry is not None else None)
+        found.setdefault(key, []).append((name, param))
+    if unmatched:
+        missing = ", ".join(repr(pattern) for pattern in patterns if pattern in unmatched)
+        raise ValueError(
+            f"build_optimizer: groups: no parameter matches {missing}. Patterns are matched against full names, "
+            f"such as {named[0][0]!r}."
+        )
+    order = [None, *patterns]
+    groups = []
+    for (pattern, split), members in sorted(found.items(), key=lambda item: order.index(item[0][0])):
+        options = dict(patterns[pattern]) if pattern is not None else {}
+        if split is not None:
+            options["split"] = split
+        if members:
+            groups.append({"params": members, **options})
+    return groups
 
 
 def _matrix_class(matrix: str | type[Optimizer]) -> type[Optimizer]:
@@ -163,7 +251,7 @@ def _with_foreach(options: dict[str, Any]) -> dict[str, Any]:
 
 def _roles_by_name(model: nn.Module) -> dict[str, Role]:
     """Roles do not depend on the number of ranks, so that a plan for one tells them."""
-    return {name: entry.role for name, entry in plan(model, 1).entries.items()}
+    return {name: entry.role for name, entry in make_plan(model, 1).entries.items()}
 
 
 def _is_matrix(param: Tensor, role: Role | None) -> bool:
