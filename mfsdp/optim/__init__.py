@@ -3,8 +3,9 @@
 from mfsdp.optim.adamw import AdamW
 from mfsdp.optim.muon import Muon
 from mfsdp.optim.newton_schulz import newton_schulz
+from mfsdp.optim.qk_clip import QKClip
 from mfsdp.optim.routing import RoutedOptimizer, build_optimizer
 from mfsdp.optim.shampoo import Shampoo
 from mfsdp.optim.soap import SOAP
 
-__all__ = ["SOAP", "AdamW", "Muon", "RoutedOptimizer", "Shampoo", "build_optimizer", "newton_schulz"]
+__all__ = ["SOAP", "AdamW", "Muon", "QKClip", "RoutedOptimizer", "Shampoo", "build_optimizer", "newton_schulz"]

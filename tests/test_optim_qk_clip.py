@@ -1,0 +1,46 @@
+"""QKClip: the logits of a clipped head come down to the threshold, those of the others stay."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mfsdp.optim import Muon, QKClip
+
+
+def logits(query: Tensor, key: Tensor, x: Tensor, heads: int) -> Tensor:
+    """Attention logits of each query head, (heads, T, T); key heads are repeated where there are fewer."""
+    dim = query.size(0) // heads
+    q = (x @ query.T).unflatten(-1, (heads, dim)).transpose(0, 1)
+    k = (x @ key.T).unflatten(-1, (-1, dim)).transpose(0, 1)
+    return q @ k.repeat_interleave(heads // k.size(0), dim=0).mT
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_largest_logits_come_down_to_the_threshold(key_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = nn.Parameter(torch.randn(12, 8, generator=generator))
+    key = nn.Parameter(torch.randn(3 * key_heads, 8, generator=generator))
+    x = torch.randn(5, 8, generator=generator)
+    before = logits(query.detach(), key.detach(), x, heads=4)
+    largest = before.amax(dim=(1, 2))
+    threshold = largest.median().item()
+    clip = QKClip(threshold)
+    clip.add(query, key, lambda: largest)
+    optimizer = Muon([query, key], lr=0.0)
+    optimizer.register_step_post_hook(clip)
+    query.grad, key.grad = torch.ones_like(query), torch.ones_like(key)
+    optimizer.step()
+    after = logits(query.detach(), key.detach(), x, heads=4)
+    torch.testing.assert_close(after.amax(dim=(1, 2)), largest.clamp(max=threshold))
+    unclipped = largest <= threshold
+    assert unclipped.any()
+    torch.testing.assert_close(after[unclipped], before[unclipped])
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="threshold must be positive, but is 0"):
+        QKClip(0)
+    clip, weight = QKClip(1.0), nn.Parameter(torch.ones(6, 2))
+    clip.add(weight, weight, lambda: torch.full((4,), 2.0))
+    with pytest.raises(ValueError, match="a weight of 6 rows does not have 4 heads"):
+        clip(Muon([weight]), (), {})
