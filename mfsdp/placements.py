@@ -33,7 +33,7 @@ in the table (``O`` to ``Partial`` of another kind than ``"sum"``, for instance)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, final
 
 from torch.distributed.tensor.placement_types import Placement
 
@@ -84,6 +84,7 @@ class OwnerPlacement(Placement):
         return repr(self), {type(self).__name__: type(self)}
 
 
+@final
 class OwnerShard(OwnerPlacement):
     """A matrix that lives whole on the rank with coordinate ``owner``; every other rank holds ``(0, ...)``.
 
@@ -95,6 +96,7 @@ class OwnerShard(OwnerPlacement):
         return f"O({self.owner})"
 
 
+@final
 class Tail(OwnerPlacement):
     """Not a matrix: packed with its neighbours into a flat segment on ``owner``, stepped elementwise.
 
@@ -108,7 +110,9 @@ class Tail(OwnerPlacement):
 
 def is_owner(placement: Placement) -> TypeGuard[OwnerPlacement]:
     """Whether ``placement`` is an :class:`OwnerShard` or a :class:`Tail`."""
-    return isinstance(placement, OwnerPlacement)
+    # by identity: isinstance of a placement runs Python code of torch's, and this is asked in every skipped op
+    kind = type(placement)
+    return kind is OwnerShard or kind is Tail
 
 
 def owner_dims(placements: Sequence[Placement]) -> tuple[int, ...]:

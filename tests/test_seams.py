@@ -26,6 +26,10 @@ def test_dispatcher_hooks() -> None:
         "self", "op_call", "args", "kwargs", "op_info", "try_cache",
     ]  # fmt: skip
     assert parameters(dispatcher._dispatch_get_local_results_slow_path) == ["self", "op_call", "args", "op_info"]
+    assert parameters(dispatcher._unwrap_to_op_info_impl) == ["self", "op_call", "args", "kwargs", "create_schema"]
+    assert parameters(dispatcher.wrap) == ["res", "spec"]
+    assert isinstance(inspect.getattr_static(dispatcher, "wrap"), staticmethod)
+    assert callable(torch.Tensor._dtensor__new__)
     assert parameters(dispatcher.unwrap_to_op_info) == ["self", "op_call", "args", "kwargs"]
     assert parameters(ShardingPropagator.propagate_op_sharding_non_cached) == ["self", "op_schema"]
     assert isinstance(DTensor._op_dispatcher._custom_op_handlers, dict)

@@ -12,9 +12,12 @@ Numbers stay outside (a learning rate changes every step) unless they decide the
 from functools import lru_cache
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mfsdp.dtensor.metadata import Outputs, output_metadata
 
@@ -76,6 +79,22 @@ def _numbers_matter(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
             other = output_metadata(op, other_args, other_kwargs)
         except (RuntimeError, TypeError, ValueError):
             continue  # the op refuses such a number, so it cannot come
-        if other != outputs:
+        if other != outputs and not _kernel_refuses(op, other_args, other_kwargs):
+            return True
+    return False
+
+
+def _kernel_refuses(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a pointwise op raises for these numbers where its shape function does not (``clamp`` by a complex)."""
+    if torch.Tag.pointwise not in op.tags:
+        return False
+
+    def nothing(value: Any) -> Any:
+        return torch.empty((0,) * value.ndim, dtype=value.dtype) if isinstance(value, Tensor) else value
+
+    with _disable_current_modes():
+        try:
+            op(*(nothing(value) for value in args), **{name: nothing(value) for name, value in kwargs.items()})
+        except (RuntimeError, TypeError, ValueError):
             return True
     return False

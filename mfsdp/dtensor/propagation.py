@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding
@@ -26,6 +27,7 @@ from mfsdp.dtensor.keys import key_decides_outputs
 from mfsdp.dtensor.metadata import OutputMeta, ValueDependentError, output_metadata
 from mfsdp.dtensor.schema import operands, traits
 from mfsdp.dtensor.specs import empty_shape, has_owner, holds, output_spec
+from mfsdp.placements import is_owner
 
 aten = torch.ops.aten
 
@@ -71,12 +73,29 @@ def _is_owned_spec(value: object) -> bool:
     return isinstance(value, list | tuple) and any(_is_owned_spec(item) for item in value)
 
 
-def propagate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo) -> Any:
+def propagate(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo, try_cache: bool) -> Any:
     """The answer to the dispatcher for an op with owned operands: an ``OutputSharding``, which it caches, or the
     op's result.
+
+    Args:
+        try_cache: the dispatcher could not make a key (a plain 0-d tensor is among the arguments) and will ask again
+            next time, so the answer is kept here.
     """
-    answer = _cacheable_answer(op, args, kwargs, info)
-    return execute(op, args, kwargs) if answer is None else answer
+    keep = try_cache and not _are_we_tracing()
+    answer = _answers.get(info.schema) if keep else None
+    if answer is None:
+        answer = _cacheable_answer(op, args, kwargs, info)
+        if answer is None:
+            return execute(op, args, kwargs)
+        if keep:
+            if len(_answers) >= _MOST_ANSWERS:
+                _answers.clear()
+            _answers[info.schema] = answer
+    return answer
+
+
+_MOST_ANSWERS = 8192
+_answers: dict[OpSchema | None, OutputSharding] = {}
 
 
 def _cacheable_answer(
@@ -129,6 +148,23 @@ def _runs_on_empties(op: OpOverload, found: Sequence[tuple[DTensor, bool]], outp
         else tensor.ndim == 0 and len(shape) > 0
         for tensor, _ in found
     )
+
+
+def skipped_info(args: tuple[Any, ...]) -> OpInfo | None:
+    """All that the dispatcher needs to know of a call with a cached answer, if this rank skips it; else None.
+
+    It saves the unwrapping of arguments that nobody will look at.
+    """
+    for value in args:
+        if isinstance(value, DTensor):
+            spec = value._spec
+            coordinate = spec.mesh.get_coordinate()
+            if coordinate is None:
+                return None
+            for here, placement in zip(coordinate, spec.placements, strict=True):
+                if is_owner(placement) and placement.owner != here:
+                    return OpInfo(spec.mesh, None, [], (), {})
+    return None
 
 
 def owners_present(args: tuple[Any, ...]) -> bool:

@@ -7,6 +7,9 @@ seam in torch                                        what it does for owner plac
 slow_path`` (on the dispatcher instance)             (:mod:`mfsdp.dtensor.propagation`)
 ``OpDispatcher._dispatch_get_local_results_          makes empty outputs for skipped ops
 slow_path`` (on the instance)
+``OpDispatcher._unwrap_to_op_info_impl``             does not unwrap what is skipped
+(on the instance)
+``OpDispatcher.wrap`` (on the instance)              makes the DTensor of a result, more cheaply
 ``OpDispatcher._custom_op_handlers``                 owned operands go to :mod:`mfsdp.dtensor.execution`
 ``redistribute_local_tensor`` (in the modules that   the transitions (:mod:`mfsdp.dtensor.redistribute`)
 import it by name)
@@ -26,13 +29,21 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, _api, _dispatch, _redistribute, _utils
-from torch.distributed.tensor._op_schema import OpInfo
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpInfo, OutputSpecType
 
 from mfsdp.dtensor import caching, distribute, gradients, lists, shapes
 from mfsdp.dtensor.execution import execute
-from mfsdp.dtensor.propagation import SkippedOutputSharding, has_owned_operand, owners_present, propagate
+from mfsdp.dtensor.propagation import (
+    SkippedOutputSharding,
+    has_owned_operand,
+    owners_present,
+    propagate,
+    skipped_info,
+)
 from mfsdp.dtensor.redistribute import redistribute_local_tensor
 
 SUPPORTED = ((2, 13), (2, 15))
@@ -87,7 +98,7 @@ def _install_dispatch(dispatcher: _dispatch.OpDispatcher) -> None:
         op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], info: OpInfo, try_cache: bool
     ) -> object:
         if has_owned_operand(info):
-            return propagate(op, args, kwargs, info)
+            return propagate(op, args, kwargs, info, try_cache)
         return torch_propagate(op, args, kwargs, info, try_cache)
 
     @wraps(torch_local_results)
@@ -96,6 +107,22 @@ def _install_dispatch(dispatcher: _dispatch.OpDispatcher) -> None:
             return info.output_sharding.make_outputs()
         return torch_local_results(op, args, info)
 
+    torch_unwrap = dispatcher._unwrap_to_op_info_impl
+
+    @wraps(torch_unwrap)
+    def unwrap(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], create_schema: bool) -> OpInfo:
+        # without a schema the answer is known already
+        info = None if create_schema else skipped_info(args)
+        return info or torch_unwrap(op, args, kwargs, create_schema)
+
+    def wrap(res: object, spec: OutputSpecType) -> object:
+        if type(res) is Tensor and isinstance(spec, DTensorSpec):
+            # DTensor's constructor does this, inside a wrapper for the compiler that costs more than the rest
+            return Tensor._dtensor__new__(DTensor, res, spec, requires_grad=res.requires_grad)
+        return _dispatch.OpDispatcher.wrap(res, spec)
+
+    dispatcher.wrap = wrap  # type: ignore[method-assign]
+    dispatcher._unwrap_to_op_info_impl = unwrap  # type: ignore[method-assign, assignment]
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagate_op  # type: ignore[method-assign, assignment]
     dispatcher._dispatch_get_local_results_slow_path = local_results  # type: ignore[method-assign, assignment]
     for op, handler in dispatcher._custom_op_handlers.items():
