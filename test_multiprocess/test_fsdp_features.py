@@ -643,3 +643,105 @@ def test_names_and_parameters_stay(mesh: DeviceMesh) -> None:
     before = list(model.parameters())
     loss_of(model, 0).backward()
     assert all(after is parameter for after, parameter in zip(model.parameters(), before, strict=True))
+
+
+class ChunkedLoss(nn.Module):
+    """The head is not part of forward: it is called chunk by chunk, to save memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(4), Block(4)])
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def chunked_loss(model: nn.Module) -> Tensor:
+    return sum(model.head(chunk).square().sum() for chunk in model(rank_input(4)).unbind())  # type: ignore[return-value]
+
+
+@on_ranks(2)
+def test_a_group_may_run_in_part_and_its_head_by_chunks(mesh: DeviceMesh) -> None:
+    reference = same_model(ChunkedLoss)
+    model = copy.deepcopy(reference)
+    made = plan(model, mesh)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, plan=made)
+    fully_shard([model.norm, model.head], mesh=mesh, plan=made)
+    fully_shard(model, mesh=mesh, plan=made)
+    for _ in range(2):
+        compare(model, reference, chunked_loss, world_size=2)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@on_ranks(2, 3)
+def test_reductions_may_have_a_process_group_of_their_own(mesh: DeviceMesh, world_size: int) -> None:
+    reference = same_model()
+    model = copy.deepcopy(reference)
+    shard(model, mesh)
+    model.set_separate_reduce_scatter_group()
+    compare(model, reference, lambda m: loss_of(m, 0), world_size)
+    assert all(group._reduction_plan().ranks.group is not mesh.get_group() for group in groups_of(model))
+
+
+@on_ranks(2)
+def test_the_all_reduce_hook_sees_what_the_owner_has(mesh: DeviceMesh) -> None:
+    model = same_model(OnlyOwned)
+    shard(model, mesh)
+    loss = lambda: model(rank_input(4)).sum()  # noqa: E731
+    loss().backward()
+    plain = whole_gradients(model)
+    model.zero_grad()
+    seen: list[int] = []
+
+    def double(reduced: Tensor) -> None:
+        seen.append(reduced.numel())
+        reduced.mul_(2)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(double)
+    loss().backward()
+    for name, grad in whole_gradients(model).items():
+        assert torch.equal(grad, 2 * plain[name]), name
+    assert sum(seen) == sum(group._resident.flat.numel() for group in groups_of(model))
+
+
+@on_ranks(2)
+def test_a_unit_that_backward_does_not_need_is_not_gathered_again(mesh: DeviceMesh) -> None:
+    reference = same_model(Shifted)
+    model = copy.deepcopy(reference)
+    shard(model, mesh)
+    model.layers[1].set_unshard_in_backward(False)
+    loss = model(rank_input(4)).sum()
+    with CommCounter() as comm:
+        loss.backward()
+    needed = [group for group in groups_of(model) if group._module_fqn in ("layers.0", "layers.2")]
+    assert comm.by_kind["broadcast"].bytes == sum(4 * group._layout.numel for group in needed)
+    reference(rank_input(4)).sum().backward()
+    assert_same(whole_gradients(model), average(plain_gradients(reference)), exact=True)
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), Shift(), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x

@@ -339,9 +339,12 @@ def test_options_that_are_not_supported(mesh: DeviceMesh, option: str) -> None:
     made = plan(model, mesh)
     if option == "reshard":
         text = refusal(ValueError, model, mesh=mesh, plan=made, reshard_after_forward=3)
-        expect(text, """\
+        expect(
+            text,
+            """\
 reshard_after_forward=3 does not divide mesh dimension 0, which has 2 ranks. Use a factor of 2, or
-True or False.""")
+True or False.""",
+        )
     elif option == "placement":
         text = refusal(NotImplementedError, model, mesh=mesh, plan=made, shard_placement_fn=lambda p: None)
         expect(

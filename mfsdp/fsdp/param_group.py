@@ -285,14 +285,19 @@ class OwnerParamGroup(FSDPParamGroup):
             self.reshard()
 
     def _start_reduction(self) -> None:
-        trainable = [i for i, param in enumerate(self.fsdp_params) if param.sharded_param.requires_grad]
-        if not trainable:
+        layout = self._trainable_layout()
+        if not layout.segments:
             return
         reductions = Reductions.of(self.comm_ctx)
         with record_function(self._with_fqn("FSDP::reduce")):
             reductions.leave_at_most(self.comm_ctx.reduce_scatter_max_input_buffers - 1)
-            layout = self._layout.only(trainable)
             reductions.launch(GradientReduction(self._reduction_plan(), layout, self.fsdp_params, self._partial))
+
+    def _trainable_layout(self) -> UnitLayout:
+        trainable = [i for i, param in enumerate(self.fsdp_params) if param.sharded_param.requires_grad]
+        if len(trainable) == len(self.fsdp_params):
+            return self._layout
+        return self._layout.only(trainable)
 
     def _reduction_plan(self) -> ReductionPlan:
         mesh_info = self.mesh_info

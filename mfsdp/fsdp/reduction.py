@@ -12,6 +12,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -65,7 +66,7 @@ class ReductionPlan:
     dtype: torch.dtype
     divide_factor: float | None
 
-    @property
+    @cached_property
     def factors(self) -> tuple[float | None, float | None]:
         """What to divide by before and after the sum; before only where ``dtype`` could overflow (fp16)."""
         before, after, _, _ = _get_gradient_divide_factors(

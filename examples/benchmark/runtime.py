@@ -1,0 +1,229 @@
+"""Forward + backward of ``mfsdp.fully_shard`` against FSDP2: time, peak memory, and bytes.
+
+Both shard the same GPT and take turns in one run, so that whatever else the machine does hits both alike.
+
+    python examples/benchmark/runtime.py --ranks 4                            # loopback
+    python examples/benchmark/runtime.py --ranks 8 --nodes 8 --rate 1gbit     # emulated nodes (root)
+    python examples/benchmark/runtime.py --ranks 8 --model two-matrices       # fewer matrices than ranks
+
+Time is the median over rounds of the slowest rank. Peak memory is what the CPU allocator handed out above
+its level at the start of a step, of the rank with most. Bytes are those that left the network interface
+(``lo``, shared by all ranks, on loopback: then the mean per rank), protocol headers included; beside them
+stands what the units' parameters take, unpadded.
+"""
+
+import argparse
+import copy
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from emulated_nodes import INTERFACE, EmulatedNodes
+from torch import Tensor, nn
+from torch.autograd.profiler_util import MEMORY_EVENT_NAME
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+import mfsdp
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from gpt import GPT
+
+
+class TwoMatrices(nn.Module):
+    """One unit with fewer matrices than there are ranks: a tall and a wide one, of equal size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.GELU())])
+        self.blocks[0].append(nn.Linear(4 * width, width, bias=False))
+        self.width = width
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = torch.nn.functional.one_hot(tokens % self.width, self.width).float()
+        return self.blocks[0](x).square().mean()
+
+
+@dataclass
+class Measured:
+    """One rank's numbers for one system, per step."""
+
+    seconds: list[float]
+    peak_bytes: int
+    sent_bytes: int
+
+
+def make(args: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    if args.model == "two-matrices":
+        return TwoMatrices(args.width)
+    return GPT(args.width, args.layers, heads=8, context=args.context)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, system: str) -> nn.Module:
+    if system == "mfsdp":
+        plan = mfsdp.plan(model, mesh)
+        for module in (*model.blocks, model):
+            mfsdp.fully_shard(module, mesh=mesh, plan=plan)
+    else:
+        for module in (*model.blocks, model):
+            fsdp2_fully_shard(module, mesh=mesh)
+    return model
+
+
+def sent() -> int:
+    """Bytes that have left this rank's interface so far."""
+    name = INTERFACE if Path(f"/sys/class/net/{INTERFACE}").exists() and "EMULATED" in os.environ else "lo"
+    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+
+
+def peak_memory(step: Callable[[], None]) -> int:
+    """Most bytes that the CPU allocator had handed out during ``step``, above its level at the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == MEMORY_EVENT_NAME)
+    level = peak = 0
+    for _, change in changes:
+        level += change
+        peak = max(peak, level)
+    return peak
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank: measure both systems in turn."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(args.threads)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = make(args)
+    models = {system: shard(copy.deepcopy(model), mesh, system) for system in ("fsdp2", "mfsdp")}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
+
+    def step(system: str) -> None:
+        models[system](tokens[:, :-1], tokens[:, 1:]).backward()
+
+    measured = {system: Measured([], 0, 0) for system in models}
+    for number in range(args.rounds + 1):  # the first is a warm-up
+        for system, result in measured.items():
+            dist.barrier()
+            before, start = sent(), time.perf_counter()
+            step(system)
+            dist.barrier()
+            if number:
+                result.seconds.append(time.perf_counter() - start)
+                result.sent_bytes = sent() - before
+            models[system].zero_grad()
+    for system, result in measured.items():
+        result.peak_bytes = peak_memory(lambda system=system: step(system))
+        models[system].zero_grad()
+    Path(args.results, f"{dist.get_rank()}.json").write_text(
+        json.dumps({system: asdict(result) for system, result in measured.items()})
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(args: argparse.Namespace) -> list[dict[str, Measured]]:
+    """Run all ranks; their numbers, by rank."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        nodes = stack.enter_context(EmulatedNodes(args.nodes, args.rate)) if args.nodes else None
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(args.ranks),
+            "MASTER_ADDR": nodes.address(0) if nodes else "127.0.0.1",
+            "MASTER_PORT": "29500" if nodes else str(free_port()),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "KINETO_LOG_LEVEL": "99",
+        }
+        if nodes:
+            environment |= {"GLOO_SOCKET_IFNAME": INTERFACE, "EMULATED": "1"}
+        command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--results", folder]
+        processes = []
+        for rank in range(args.ranks):
+            here = nodes.command(rank % args.nodes, command) if nodes else command
+            processes.append(subprocess.Popen(here, env={**environment, "RANK": str(rank)}))
+        try:
+            if any(process.wait() for process in processes):
+                raise SystemExit("a rank failed; its message is above")
+        finally:
+            for process in processes:
+                process.kill()
+        texts = [Path(folder, f"{rank}.json").read_text() for rank in range(args.ranks)]
+    return [{system: Measured(**numbers) for system, numbers in json.loads(text).items()} for text in texts]
+
+
+def padded_bytes(args: argparse.Namespace) -> tuple[int, int]:
+    """(bytes of all units, the same with every owner's segment padded to the unit's largest)."""
+    plan = mfsdp.plan(make(args), args.ranks)
+    units: dict[str, dict[int, int]] = {}
+    for entry in plan.entries.values():
+        if entry.owner is not None:
+            held = units.setdefault(entry.unit, {})
+            held[entry.owner] = held.get(entry.owner, 0) + entry.parameter_bytes
+    exact = sum(sum(held.values()) for held in units.values())
+    return exact, sum(args.ranks * max(held.values()) for held in units.values())
+
+
+def report(args: argparse.Namespace, ranks: list[dict[str, Measured]]) -> None:
+    network = f"{args.nodes} emulated nodes, {args.rate}" if args.nodes else "loopback"
+    print(f"{args.model}, width {args.width}, {args.layers} layers, {args.ranks} ranks, {network}")
+    print(f"{'':<8}{'ms / step':>12}{'peak MiB':>12}{'MiB sent / rank':>18}")
+    rows = {}
+    for system in ("fsdp2", "mfsdp"):
+        slowest = [max(times) for times in zip(*(rank[system].seconds for rank in ranks), strict=True)]
+        seconds = statistics.median(slowest)
+        peak = max(rank[system].peak_bytes for rank in ranks)
+        bytes_sent = statistics.mean(rank[system].sent_bytes for rank in ranks)
+        if not args.nodes:
+            bytes_sent /= args.ranks
+        rows[system] = (seconds, peak, bytes_sent)
+        print(f"{system:<8}{seconds * 1e3:>12.0f}{peak / 2**20:>12.1f}{bytes_sent / 2**20:>18.1f}")
+    ratios = [ours / theirs for ours, theirs in zip(rows["mfsdp"], rows["fsdp2"], strict=True)]
+    print(f"{'ratio':<8}{ratios[0]:>12.2f}{ratios[1]:>12.2f}{ratios[2]:>18.2f}")
+    exact, padded = padded_bytes(args)
+    print(f"owned units: {exact / 2**20:.1f} MiB; a gather that pads segments would move {padded / exact:.1f}x that")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--nodes", type=int, default=0, help="emulated nodes; 0 is loopback")
+    parser.add_argument("--rate", default="1gbit", help="egress of an emulated node")
+    parser.add_argument("--model", choices=["gpt", "two-matrices"], default="gpt")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--results", help=argparse.SUPPRESS)  # given to the ranks
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options = arguments()
+    if options.results:
+        work(options)
+    else:
+        report(options, launch(options))

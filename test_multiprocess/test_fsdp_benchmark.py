@@ -1,0 +1,43 @@
+"""The benchmark scripts of the runtime run, and say what they measured."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).resolve().parent.parent / "examples" / "benchmark"
+SMALL = ("--width", "32", "--layers", "2", "--context", "8", "--rounds", "1")
+
+
+def run(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("model", ["gpt", "two-matrices"])
+def test_both_systems_are_measured(model: str) -> None:
+    table = run("runtime.py", "--ranks", "2", "--model", model, *SMALL)
+    number = r"[\d.]+"
+    assert re.fullmatch(
+        rf"{model}, width 32, 2 layers, 2 ranks, loopback\n"
+        rf" +ms / step +peak MiB +MiB sent / rank\n"
+        rf"fsdp2 +{number} +{number} +{number}\n"
+        rf"mfsdp +{number} +{number} +{number}\n"
+        rf"ratio +{number} +{number} +{number}\n"
+        rf"owned units: {number} MiB; a gather that pads segments would move {number}x that\n",
+        table,
+    ), table
+
+
+def test_without_a_gpu_the_gpu_check_says_so() -> None:
+    assert run("gpu_runtime.py") == "no GPU here: nothing was checked\n"
