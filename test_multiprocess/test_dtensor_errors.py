@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ import mfsdp
 from mfsdp import CommCounter, OwnerShard, Tail
 from mfsdp.dtensor.redistribute import redistribute_local_tensor
 from test_multiprocess.world import on_ranks
+
+
+def impatient(mesh: DeviceMesh) -> DeviceMesh:
+    """The same mesh over a group that gives up after a few seconds: nothing here may leave a rank waiting."""
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=mesh.mesh_dim_names)
 
 
 def error_of(function: Callable[[], Any]) -> str:
@@ -50,6 +57,7 @@ class Unknown(Placement):
 
 @on_ranks(2, 3)
 def test_transitions_that_do_not_exist(mesh: DeviceMesh) -> None:
+    mesh = impatient(mesh)
     owned = mfsdp.distribute_tensor(torch.ones(4, 2), mesh, [OwnerShard(1)])
     named = init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("data",))
 
@@ -74,6 +82,7 @@ def test_transitions_that_do_not_exist(mesh: DeviceMesh) -> None:
 
 @on_ranks(2, 3)
 def test_owners_outside_the_mesh(mesh: DeviceMesh) -> None:
+    mesh = impatient(mesh)
     size = mesh.size()
     expected = (
         f"OwnerShard(owner={size}) lies outside mesh dimension 0 of size {size}. Owners are coordinates on that "
@@ -91,6 +100,7 @@ def test_owners_outside_the_mesh(mesh: DeviceMesh) -> None:
 
 @on_ranks(2, 3)
 def test_ops_that_no_one_rank_can_run(mesh: DeviceMesh) -> None:
+    mesh = impatient(mesh)
     size = mesh.size()
     mine = mfsdp.distribute_tensor(torch.ones(4, 2), mesh, [OwnerShard(0)])
     theirs = mfsdp.distribute_tensor(torch.ones(4, 2), mesh, [OwnerShard(1)])
@@ -127,6 +137,7 @@ def test_sharded_operands_that_dtensor_cannot_bring_together() -> None:
 
 @on_ranks(2)
 def test_distribute_tensor_refuses(mesh: DeviceMesh) -> None:
+    mesh = impatient(mesh)
     full = torch.ones(4, 2)
     placed = mfsdp.distribute_tensor(full, mesh, [OwnerShard(1)])
     non_leaf = torch.ones(4, 2, requires_grad=True) * 2

@@ -353,3 +353,46 @@ def test_replicas_and_two_owner_dimensions() -> None:
         assert torch.equal(result.full_tensor(), (a @ a.mT).add_(1))
         assert x.sum().item() == a.sum().item()
         assert torch.equal(torch.nonzero(x > 0).full_tensor(), torch.nonzero(a > 0))
+
+
+@on_ranks(8)
+def test_replicas_owners_and_tensor_parallelism_together() -> None:
+    """(Replicate, OwnerShard, Shard(0)): both replicas of the owner's TP group work, nobody else."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    a, b = matrix(8, 4, seed=1), matrix(8, 4, seed=2)
+    x = owned(a, mesh, Replicate(), OwnerShard(1), Shard(0))
+    y = owned(b, mesh, Replicate(), OwnerShard(1), Shard(0))
+    with CommCounter() as comm:
+        product, total = x @ y.mT, (x * y).sum()
+        x.add_(y, alpha=2)
+        torch._foreach_mul_([x, y], 0.5)
+    if mesh.get_coordinate()[1] != 1:  # type: ignore[index]
+        assert comm.collectives == 0, comm
+        assert x.to_local().shape == (0, 4)
+    torch.testing.assert_close(product.full_tensor(), a @ b.mT)
+    torch.testing.assert_close(total.full_tensor(), (a * b).sum())
+    torch.testing.assert_close(x.full_tensor(), (a + 2 * b) / 2)
+    assert abs(x.max().item() - ((a + 2 * b) / 2).max().item()) < 1e-6
+    slice_of_it = mesh["shard"]
+    z = owned(a, slice_of_it, OwnerShard(0))
+    assert torch.equal(silent(lambda: z @ z.mT).full_tensor(), a @ a.mT)
+    assert z.sum().item() == a.sum().item()
+
+
+@on_ranks(4)
+def test_meshes_of_some_ranks_in_any_order() -> None:
+    a = matrix()
+    for ranks in ([1, 3], [3, 1], [2, 0, 1]):
+        mesh = DeviceMesh("cpu", ranks)
+        for owner in (0, len(ranks) - 1):
+            x = owned(a, mesh, OwnerShard(owner))
+            product = silent(lambda x=x: (x @ x.mT).mul_(2))
+            if dist.get_rank() not in ranks:
+                continue
+            assert product.placements == (OwnerShard(owner),)
+            assert product.to_local().numel() == (36 if dist.get_rank() == ranks[owner] else 0)
+            assert torch.equal(product.full_tensor(), (a @ a.mT).mul_(2))
+            assert x.sum().item() == a.sum().item()
+            assert torch.equal(torch.nonzero(x > 0).full_tensor(), torch.nonzero(a > 0))
+            norms = torch.stack([x.norm(), owned(a, mesh, OwnerShard(1)).norm()])
+            assert torch.equal(norms.full_tensor(), torch.stack([a.norm(), a.norm()]))

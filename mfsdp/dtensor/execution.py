@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from mfsdp.dtensor import lists, values
@@ -22,6 +23,7 @@ from mfsdp.dtensor.metadata import OutputMeta, Outputs, ValueDependentError, out
 from mfsdp.dtensor.moving import moved, replicated_together
 from mfsdp.dtensor.schema import argument, operands, traits
 from mfsdp.dtensor.specs import Owners, dim_name, has_owner, holds, output_spec, with_owners, without_owners
+from mfsdp.placements import is_owner
 
 
 def execute(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,7 +45,11 @@ def execute(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         args, kwargs = _map_dtensors(lambda tensor: moved(tensor, next(targets)), args, kwargs)
         return op(*args, **kwargs)
     mesh = found[0][0].device_mesh
-    if all(is_whole(tensor, alignment.owners) for tensor, _ in found):
+    whole = all(is_whole(tensor, alignment.owners) for tensor, _ in found)
+    if not whole and traits(op).is_value:
+        # a Python value is the same on every rank: of the whole tensors, not of a shard or a partial sum
+        args, kwargs = _map_dtensors(lambda tensor: moved(tensor, _whole(tensor)), args, kwargs)
+    if whole or traits(op).is_value:
         return _execute_plain(op, args, kwargs, mesh, alignment.owners)
     return execute_sharded(op, args, kwargs, mesh, alignment.owners)
 
@@ -69,6 +75,10 @@ def _map_dtensors(
         return value
 
     return tuple(replace(value) for value in args), {name: replace(value) for name, value in kwargs.items()}
+
+
+def _whole(tensor: DTensor) -> list[Placement]:
+    return [placement if is_owner(placement) else Replicate() for placement in tensor.placements]
 
 
 def _first(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -157,9 +167,6 @@ def execute_sharded(
     plain_args, plain_kwargs = _map_dtensors(_without_owners, args, kwargs)
     specs = _propagated_specs(op, plain_args, plain_kwargs, mesh, owners)
     run = holds(mesh, owners)
-    if traits(op).is_value:
-        result = op(*plain_args, **plain_kwargs) if run else None
-        return values.share_value(op, result, _first(op, args, kwargs)._local_tensor, mesh, owners)
     if run:
         result = _unwrapped(op(*plain_args, **plain_kwargs))
     else:
