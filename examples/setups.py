@@ -41,9 +41,10 @@ def with_mfsdp(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
 
     optimizer = mfsdp.optim.build_optimizer(
         model,
-        matrix=mfsdp.optim.Muon if args.optimizer == "muon" else mfsdp.optim.AdamW,
+        matrix=mfsdp.optim.AdamW if args.optimizer == "adamw" else args.optimizer,
         matrix_kwargs={"lr": args.lr},
         other_kwargs={"lr": args.other_lr},
+        overlap="backward" if args.overlap else None,
     )
     return Setup(model, [optimizer], plan)
 
@@ -89,8 +90,11 @@ def torch_optimizers(model: nn.Module, matrices: set[str], args: argparse.Namesp
     named = list(model.named_parameters())
     chosen = [param for name, param in named if name in matrices]
     others = [param for name, param in named if name not in matrices]
+    if args.overlap or args.optimizer not in ("muon", "adamw"):
+        raise ValueError("--overlap and --optimizer shampoo and soap are mfsdp's; the baselines are torch's own.")
+    first: Optimizer
     if args.optimizer == "muon":
-        first: Optimizer = torch.optim.Muon(chosen, lr=args.lr)
+        first = torch.optim.Muon(chosen, lr=args.lr)
     else:
         first = torch.optim.AdamW(chosen, lr=args.lr, foreach=True)
     return [first, torch.optim.AdamW(others, lr=args.other_lr, foreach=True)]

@@ -26,6 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from mfsdp.comm_counter import CommCounter
 
+LEARNING_RATES = {"muon": 0.02, "shampoo": 0.003, "soap": 0.003, "adamw": 0.003}
+"""Of the matrices, by optimizer: the best of those tried on this example."""
+
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of a run; ``argv`` is by default the command line's."""
@@ -34,10 +37,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=200)
     add("--seed", type=int, default=0)
     add("--data", help="text: a file or a folder (default: the Python standard library's sources)")
-    add("--optimizer", choices=["muon", "adamw"], default="muon", help="what steps the matrices")
+    add("--optimizer", choices=list(LEARNING_RATES), default="muon", help="what steps the matrices")
+    add("--overlap", action="store_true", help="step in backward, as gradients arrive (mfsdp only)")
     add("--baseline", choices=list(SETUPS), default="mfsdp", help="what shards the model")
     add("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the computation; parameters are fp32")
-    add("--lr", type=float, help="learning rate of the matrices (default: 0.02 for muon, 0.003 for adamw)")
+    add("--lr", type=float, help="learning rate of the matrices (default: what suits the optimizer here)")
     add("--other-lr", type=float, default=0.003, help="learning rate of everything else, which AdamW steps")
     add("--warmup", type=int, default=10, help="steps in which the learning rates rise; then they fall to 0")
     add("--batch", type=int, default=24, help="sequences per step, over all ranks together")
@@ -51,7 +55,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if vars(args)[name] < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, but is {vars(args)[name]}")
     if args.lr is None:
-        args.lr = {"muon": 0.02, "adamw": 0.003}[args.optimizer]
+        args.lr = LEARNING_RATES[args.optimizer]
     return args
 
 

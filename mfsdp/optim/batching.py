@@ -3,7 +3,7 @@
 A matrix here is a tensor of shape ``(k, m, n)``: ``k`` matrices that lie together in one parameter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -44,12 +44,19 @@ def batches(shapes: Sequence[torch.Size], batched: bool) -> Iterator[list[int]]:
 
 
 def orthogonalize(
-    matrices: Sequence[Tensor], iteration: NewtonSchulz, workspace: Workspace, compile: bool = False
+    matrices: Iterable[Tensor],
+    shapes: Sequence[torch.Size],
+    device: torch.device,
+    iteration: NewtonSchulz,
+    workspace: Workspace,
+    compile: bool = False,
 ) -> list[Tensor]:
     """The orthogonal factors of one batch.
 
     Args:
-        matrices: ``(k, m, n)`` or ``(k, n, m)`` each; only read.
+        matrices: ``(k, m, n)`` or ``(k, n, m)`` each; each is read before the next one is asked for.
+        shapes: theirs.
+        device: theirs.
         iteration: what is done.
         workspace: memory for it.
         compile: whether the iteration runs compiled.
@@ -57,27 +64,23 @@ def orthogonalize(
     Returns:
         For each matrix its factor, of its shape, in ``iteration.dtype``; valid until the workspace is used again.
     """
-    sizes = [matrix.size(0) for matrix in matrices]
-    short, long = sorted(matrices[0].shape[1:])
-    x = workspace.take("x", (sum(sizes), short, long), iteration.dtype, matrices[0].device)
-    for matrix, place in zip(matrices, x.split(sizes), strict=True):
+    counts = [shape[0] for shape in shapes]
+    short, long = sorted(shapes[0][1:])
+    x = workspace.take("x", (sum(counts), short, long), iteration.dtype, device)
+    for matrix, place in zip(matrices, x.split(counts), strict=True):
         _normalise_into(matrix, place, iteration.eps)
     single = x[0] if len(x) == 1 else x
     schedule = iteration.schedule()
     result = _compiled_iterate()(single, schedule) if compile else iterate(single, schedule, workspace)
-    factors = result.view_as(x).split(sizes)
-    return [factor.mT if _is_tall(matrix) else factor for factor, matrix in zip(factors, matrices, strict=True)]
+    factors = result.view_as(x).split(counts)
+    return [factor.mT if shape[1] > shape[2] else factor for factor, shape in zip(factors, shapes, strict=True)]
 
 
 def _normalise_into(matrix: Tensor, place: Tensor, eps: float) -> None:
     """Write ``matrix`` to ``place``, transposed if it is tall, each of its matrices divided by its norm."""
     cast = matrix.to(place.dtype)
     norm = cast.norm() if len(cast) == 1 else cast.norm(dim=(-2, -1), keepdim=True)
-    torch.div(cast, norm.clamp(min=eps), out=place.mT if _is_tall(matrix) else place)
-
-
-def _is_tall(matrix: Tensor) -> bool:
-    return matrix.size(1) > matrix.size(2)
+    torch.div(cast, norm.clamp(min=eps), out=place.mT if matrix.size(1) > matrix.size(2) else place)
 
 
 @cache

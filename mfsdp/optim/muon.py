@@ -177,9 +177,11 @@ class Muon(OwnerLocalOptimizer):
             self._update_batch(group, [logical[index] for index in batch])
 
     def _update_batch(self, group: dict[str, Any], batch: Sequence[_Logical]) -> None:
-        directions = _momentum(group, batch)
         iteration = NewtonSchulz(group["ns_coefficients"], group["ns_steps"], group["eps"], group["ns_dtype"])
-        updates = orthogonalize(directions, iteration, self._workspace, group["compile"])
+        # One by one: a matrix stays in the cache from its average to its place in the batch.
+        directions = (_direction(group, matrix, self._workspace) for matrix in batch)
+        shapes, device = [matrix.param.shape for matrix in batch], batch[0].param.device
+        updates = orthogonalize(directions, shapes, device, iteration, self._workspace, group["compile"])
         if group["second_moment"] is not None:
             updates = [
                 _normalised_rows(update, matrix.second_moment, group["second_moment"])
@@ -206,16 +208,20 @@ def _logical_matrices(update: LocalUpdate, rule: Split | SplitRule | None) -> li
     ]
 
 
-def _momentum(group: dict[str, Any], batch: Sequence[_Logical]) -> Sequence[Tensor]:
-    """Update the averages of a batch; the directions to orthogonalise."""
-    momentum, nesterov = group["momentum"], group["nesterov"]
-    grads, buffers = [matrix.grad for matrix in batch], [matrix.momentum for matrix in batch]
-    if group["momentum_style"] == "ema":
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        return torch._foreach_lerp(grads, buffers, momentum) if nesterov else buffers
-    torch._foreach_mul_(buffers, momentum)
-    torch._foreach_add_(buffers, grads)
-    return torch._foreach_add(grads, buffers, alpha=momentum) if nesterov else buffers
+def _direction(group: dict[str, Any], matrix: _Logical, workspace: Workspace) -> Tensor:
+    """Update the average of a matrix; the direction to orthogonalise, valid until the next call."""
+    momentum, buffer, grad = group["momentum"], matrix.momentum, matrix.grad
+    heavy_ball = group["momentum_style"] == "heavy_ball"
+    if heavy_ball:
+        buffer.mul_(momentum).add_(grad)
+    else:
+        buffer.lerp_(grad, 1 - momentum)
+    if not group["nesterov"]:
+        return buffer
+    out = workspace.take("direction", grad.shape, grad.dtype, grad.device)
+    if heavy_ball:
+        return torch.add(grad, buffer, alpha=momentum, out=out)
+    return torch.lerp(grad, buffer, momentum, out=out)
 
 
 def _normalised_rows(update: Tensor, second_moment: Tensor | None, beta: float) -> Tensor:
@@ -231,14 +237,13 @@ def _normalised_rows(update: Tensor, second_moment: Tensor | None, beta: float) 
 def _apply(group: dict[str, Any], batch: Sequence[_Logical], updates: Sequence[Tensor]) -> None:
     """Weight decay, then the step along ``updates``."""
     lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
-    params = [matrix.param for matrix in batch]
     decay = lr * group["weight_decay"]
-    if group["cautious"]:
-        for param, update in zip(params, updates, strict=True):
+    for matrix, update in zip(batch, updates, strict=True):
+        param = matrix.param
+        if group["cautious"]:
             param.sub_(param * (param * update >= 0) * decay)
-    else:
-        torch._foreach_mul_(params, 1 - decay)
-    for param, update in zip(params, updates, strict=True):
+        else:
+            param.mul_(1 - decay)
         scaled_lr = lr * adjustment(group, param.size(1), param.size(2))
         if group["capturable"]:  # a tensor is no alpha without being read
             param.sub_(update * scaled_lr)
