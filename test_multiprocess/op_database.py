@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import mfsdp
 from mfsdp import CommCounter, OwnerShard
+from mfsdp.fsdp.objects import all_gather_object
 
 SAMPLES_PER_OP = 12
 OWNER = OwnerShard(1)
@@ -147,8 +147,7 @@ def _compare(
         problem = _difference_in_kind(got, wanted)
         if not problem and comm.collectives > allowed:
             problem = f"communicated: {comm}"
-    problems: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    problems = all_gather_object(problem)
     if any(problems):
         return " | ".join(f"rank {rank}: {text or 'fine'}" for rank, text in enumerate(problems))
     pairs = list(zip(got, wanted, strict=True)) + list(
@@ -160,7 +159,7 @@ def _compare(
             wrong = wrong or _difference(mine.full_tensor(), reference)
         elif not isinstance(reference, Tensor) and mine != reference and not (mine != mine and reference != reference):
             wrong = wrong or f"{mine!r} instead of {reference!r}"
-    dist.all_gather_object(problems, wrong)
+    problems = all_gather_object(wrong)
     return " | ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 import mfsdp
 from mfsdp import CommCounter, OwnerShard, Tail
 from mfsdp.dtensor.redistribute import redistribute_local_tensor
+from mfsdp.fsdp.objects import all_gather_object
 from test_multiprocess.world import on_ranks
 
 
@@ -36,8 +37,7 @@ def error_of(function: Callable[[], Any]) -> str:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
     assert comm.collectives == 0, comm
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
+    texts = all_gather_object(text)
     assert texts == [text] * len(texts), texts
     return text
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from mfsdp.fsdp import fully_shard
+from mfsdp.fsdp.objects import all_gather_object
 from mfsdp.planning import ShardPlan, plan
 from mfsdp.planning.records import Part
 from mfsdp.planning.split import Stack
@@ -38,8 +39,7 @@ def refusal(error: type[Exception], model: nn.Module, *args: Any, **kwargs: Any)
 
 def expect(actual: str, expected: str) -> None:
     """Every rank has said the same, namely ``expected``; one rank compares, so that one can accept."""
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, actual)
+    said = all_gather_object(actual)
     assert said == [actual] * dist.get_world_size()
     if dist.get_rank() == 0:
         assert_expected_inline(textwrap.fill(actual, 100), expected, skip=1)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import mfsdp
 from mfsdp.comm_counter import CommCounter
 from mfsdp.dtensor import is_local, local_tensor
+from mfsdp.fsdp.objects import all_gather_object
 from mfsdp.optim import SOAP, Muon, Shampoo
 from mfsdp.planning.split import EqualBlocks, Stack
 from test_multiprocess.world import on_ranks
@@ -93,8 +93,7 @@ def test_state_is_alike_on_every_rank_and_resumes(mesh: DeviceMesh, world_size: 
         for index, state in pair.optimizer.state_dict()["state"].items()
         for key, value in state.items()
     }
-    seen: list[Any] = [None] * world_size
-    dist.all_gather_object(seen, described)
+    seen = all_gather_object(described)
     assert all(other == seen[0] for other in seen)
     for param in pair.owned:
         for key, value in pair.optimizer.state[param].items():

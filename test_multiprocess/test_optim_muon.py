@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import mfsdp
 from mfsdp.comm_counter import CommCounter
 from mfsdp.dtensor import is_local, local_tensor
+from mfsdp.fsdp.objects import all_gather_object
 from mfsdp.optim import AdamW, Muon
 from mfsdp.placements import OwnerShard, Tail
 from test_multiprocess.world import on_ranks
@@ -132,8 +133,7 @@ def test_state_has_the_same_entries_in_the_parameters_placement(mesh: DeviceMesh
             param.grad = owned(torch.ones(param.shape), mesh, param.placements)
         optimizer.step()
         state = optimizer.state_dict()["state"]
-        seen: list[object] = [None] * world_size
-        dist.all_gather_object(seen, {index: sorted(entries) for index, entries in state.items()})
+        seen = all_gather_object({index: sorted(entries) for index, entries in state.items()})
         assert all(other == seen[0] for other in seen)
         assert sorted(state) == list(range(1, len(params)))
         for param in params[1:]:
@@ -169,8 +169,8 @@ Give it to AdamW, or let mfsdp.optim.build_optimizer route it there.""",
         refusal(Shard(0)),
         """\
 Muon: parameter 'blocks.0.norm.weight' of shape (4, 4) is Shard(dim=0) on mesh dimension 0, so no rank holds \
-it whole. Shard it with mfsdp.fully_shard, which places matrices as OwnerShard, or use torch.optim.Muon, \
-which communicates. If it is an embedding or an output head: give it to AdamW, or let \
+it whole. Shard it with mfsdp.fully_shard, which places matrices as OwnerShard, or use an optimizer that \
+communicates, as torch.optim.Muon does. If it is an embedding or an output head: give it to AdamW, or let \
 mfsdp.optim.build_optimizer route it there.""",
     )
     assert_expected_inline(

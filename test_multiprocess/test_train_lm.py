@@ -117,6 +117,24 @@ def test_more_ranks_agree_with_ddp(mesh: DeviceMesh, world_size: int, baseline: 
         assert math.isclose(found, expected, rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("optimizer", ["shampoo", "soap"])
+@on_ranks(2)
+def test_other_matrix_optimizers_train(mesh: DeviceMesh, optimizer: str) -> None:
+    trainer, _ = trained(mesh, "mfsdp", "--optimizer", optimizer)
+    assert trainer.result.comm.collectives == 0
+    assert trainer.result.validation_losses[-1] < trainer.result.validation_losses[0] - 0.5
+    with pytest.raises(ValueError, match="shampoo and soap are mfsdp's"):
+        trained(mesh, "ddp", "--optimizer", optimizer)
+
+
+@on_ranks(2)
+def test_steps_in_backward_change_no_number(mesh: DeviceMesh) -> None:
+    overlapped, _ = trained(mesh, "mfsdp", "--overlap")
+    ordinary, _ = trained(mesh, "mfsdp")
+    assert overlapped.result.train_losses == ordinary.result.train_losses
+    assert overlapped.resident_bytes() < ordinary.resident_bytes()  # gradients are gone
+
+
 @on_ranks(2)
 def test_bf16_trains(mesh: DeviceMesh) -> None:
     for baseline in ("mfsdp", "ddp"):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mfsdp.fsdp.managed import FoundParameter, ManagedParameter
+from mfsdp.fsdp.objects import all_gather_object
 from mfsdp.planning import Role, ShardPlan
 
 __all__ = [
@@ -240,8 +241,7 @@ def _exchange(mesh: DeviceMesh, mine: _T) -> list[_T]:
     gathered: dict[int, _T] = {dist.get_rank(): mine}
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
-        parts: list[dict[int, _T]] = [{}] * mesh.size(dim)
-        dist.all_gather_object(parts, gathered, group=group)
+        parts = all_gather_object(gathered, group)
         gathered = {rank: value for part in parts for rank, value in part.items()}
     return [gathered[rank] for rank in mesh.mesh.flatten().tolist()]
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from mfsdp.fsdp.collectives import BroadcastGather, Gather, Reduction, RootedReduction, ShardGroup
 from mfsdp.fsdp.lane import Lane
 from mfsdp.fsdp.network_gathers import ChainGather, ResplitGather
+from mfsdp.fsdp.objects import all_gather_object
 from mfsdp.fsdp.segments import UnitLayout
 
 __all__ = ["SMALL_UNIT", "choose_gather", "choose_reduction"]
@@ -69,9 +70,7 @@ def _on_one_host(group: dist.ProcessGroup) -> bool:
     """Whether all ranks of ``group`` reach each other without a network; asked once for each group."""
     known = _one_host.get(group)
     if known is None:
-        hosts: list[tuple[str, int] | None] = [None] * group.size()
-        dist.all_gather_object(hosts, _host(), group=group)
-        known = _one_host[group] = len(set(hosts)) == 1
+        known = _one_host[group] = len(set(all_gather_object(_host(), group))) == 1
     return known
 
 
