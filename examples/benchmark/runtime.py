@@ -16,6 +16,7 @@ import argparse
 import copy
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -33,10 +34,15 @@ from emulated_nodes import INTERFACE, EmulatedNodes
 from torch import Tensor, nn
 from torch.autograd.profiler_util import MEMORY_EVENT_NAME
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 import mfsdp
+from mfsdp.fsdp.collectives import BroadcastGather
+from mfsdp.fsdp.lane import Lane
+from mfsdp.fsdp.network_gathers import ChainGather, ResplitGather
+from mfsdp.fsdp.param_group import OwnerParamGroup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpt import GPT
@@ -83,6 +89,17 @@ def shard(model: nn.Module, mesh: DeviceMesh, system: str) -> nn.Module:
     return model
 
 
+def choose_gather(model: nn.Module, name: str) -> None:
+    """Make every unit use the gather ``name`` instead of the one that the library's rule chooses."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if isinstance(group, OwnerParamGroup):
+                make = {"broadcast": lambda lane: BroadcastGather(), "chain": ChainGather, "resplit": ResplitGather}
+                group.use_gather(make[name](Lane.of(group._ranks)))
+
+
 def sent() -> int:
     """Bytes that have left this rank's interface so far."""
     name = INTERFACE if Path(f"/sys/class/net/{INTERFACE}").exists() and "EMULATED" in os.environ else "lo"
@@ -110,6 +127,8 @@ def work(args: argparse.Namespace) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = make(args)
     models = {system: shard(copy.deepcopy(model), mesh, system) for system in ("fsdp2", "mfsdp")}
+    if args.gather != "rule":
+        choose_gather(models["mfsdp"], args.gather)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
 
@@ -145,6 +164,8 @@ def free_port() -> int:
 
 def launch(args: argparse.Namespace) -> list[dict[str, Measured]]:
     """Run all ranks; their numbers, by rank."""
+    # so that nodes and ranks are cleared away as well when this program is told to end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         nodes = stack.enter_context(EmulatedNodes(args.nodes, args.rate)) if args.nodes else None
@@ -217,6 +238,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    gathers = ["rule", "broadcast", "chain", "resplit"]
+    parser.add_argument("--gather", choices=gathers, default="rule", help="how mfsdp gathers")
     parser.add_argument("--results", help=argparse.SUPPRESS)  # given to the ranks
     return parser.parse_args()
 
