@@ -11,7 +11,7 @@ reshape their argument in place, dimensions that are sharded besides, and calls 
 outputs (:mod:`mfsdp.dtensor.keys`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,17 +48,46 @@ _SHAPE_PRESERVING = {
 
 
 class SkippedOutputSharding(OutputSharding):
-    """The answer for a rank that owns nothing of an op: do not run it, make these empty outputs."""
+    """The answer for a rank that owns nothing of an op: do not run it, make these empty outputs.
 
-    def __init__(self, output_spec: Any, schema: OpSchema, metas: Sequence[OutputMeta], kind: type | None) -> None:
+    Args:
+        output_spec: spec of the output, or of each of several.
+        schema: of the op that was asked about.
+        metas: metadata of the outputs.
+        kind: tuple or list if the op returns one, else None.
+        operand_device: of the first operand. Outputs on the same device follow it: the cache does not know devices,
+            and the same specs come from the CPU when parameters are offloaded.
+    """
+
+    def __init__(
+        self,
+        output_spec: Any,
+        schema: OpSchema,
+        metas: Sequence[OutputMeta],
+        kind: type | None,
+        operand_device: torch.device,
+    ) -> None:
         # needs_redistribute sends the dispatcher to its Python path, where make_outputs takes over
         super().__init__(output_spec, schema, needs_redistribute=True)
-        self._makers = [(empty_shape(meta.shape), meta.dtype, meta.device) for meta in metas]
+        self._makers = [
+            (empty_shape(meta.shape), meta.dtype, None if meta.device == operand_device else meta.device)
+            for meta in metas
+        ]
         self._kind = kind
 
-    def make_outputs(self) -> Any:
-        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._makers]
+    def make_outputs(self, args: tuple[Any, ...]) -> Any:
+        """The local outputs of a call with these arguments."""
+        here = next(_first_dtensors(args))._local_tensor.device
+        outputs = [torch.empty(shape, dtype=dtype, device=device or here) for shape, dtype, device in self._makers]
         return outputs[0] if self._kind is None else self._kind(outputs)
+
+
+def _first_dtensors(args: tuple[Any, ...]) -> Iterator[DTensor]:
+    for value in args:
+        if isinstance(value, DTensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (item for item in value if isinstance(item, DTensor))
 
 
 def has_owned_operand(info: OpInfo) -> bool:
@@ -129,7 +158,8 @@ def _cacheable_answer(
     if holds(mesh, alignment.owners) or _runs_on_empties(op, found, outputs):  # type: ignore[arg-type]
         return OutputSharding(answer)
     kind = None if isinstance(metas, OutputMeta) else type(metas)
-    return SkippedOutputSharding(answer, schema, outputs, kind)  # type: ignore[arg-type]
+    device = found[0][0]._local_tensor.device
+    return SkippedOutputSharding(answer, schema, outputs, kind, device)  # type: ignore[arg-type]
 
 
 def _runs_on_empties(op: OpOverload, found: Sequence[tuple[DTensor, bool]], outputs: Sequence[OutputMeta]) -> bool:

@@ -104,7 +104,7 @@ def _install_dispatch(dispatcher: _dispatch.OpDispatcher) -> None:
     @wraps(torch_local_results)
     def local_results(op: OpOverload, args: tuple[object, ...], info: OpInfo) -> object:
         if isinstance(info.output_sharding, SkippedOutputSharding):
-            return info.output_sharding.make_outputs()
+            return info.output_sharding.make_outputs(args)
         return torch_local_results(op, args, info)
 
     torch_unwrap = dispatcher._unwrap_to_op_info_impl
