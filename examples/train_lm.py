@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from mfsdp.comm_counter import CommCounter
 
-LEARNING_RATES = {"muon": 0.02, "shampoo": 0.003, "soap": 0.003, "adamw": 0.003}
+LEARNING_RATES = {"muon": 0.04, "shampoo": 0.003, "soap": 0.001, "adamw": 0.001}
 """Of the matrices, by optimizer: the best of those tried on this example."""
 
 

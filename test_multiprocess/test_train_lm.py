@@ -120,7 +120,7 @@ def test_more_ranks_agree_with_ddp(mesh: DeviceMesh, world_size: int, baseline: 
 @pytest.mark.parametrize("optimizer", ["shampoo", "soap"])
 @on_ranks(2)
 def test_other_matrix_optimizers_train(mesh: DeviceMesh, optimizer: str) -> None:
-    trainer, _ = trained(mesh, "mfsdp", "--optimizer", optimizer)
+    trainer, _ = trained(mesh, "mfsdp", "--optimizer", optimizer, "--lr", "0.003")
     assert trainer.result.comm.collectives == 0
     assert trainer.result.validation_losses[-1] < trainer.result.validation_losses[0] - 0.5
     with pytest.raises(ValueError, match="shampoo and soap are mfsdp's"):
