@@ -1,5 +1,6 @@
 """If one rank fails, the others end with an error that says what they were waiting for."""
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -30,9 +31,14 @@ class _Fault(Exception):
     pass
 
 
+_numbers = itertools.count()
+
+
 def impatient_mesh() -> DeviceMesh:
     """A mesh over all ranks whose collectives give up after 2 seconds; others are not affected."""
-    return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    # Equal meshes are one to DTensor, whatever their groups, and it caches them. Hence a name of its own.
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"impatient{next(_numbers)}",))
 
 
 def fail(*unused: object) -> None:
