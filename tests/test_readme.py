@@ -16,7 +16,7 @@ def example() -> str:
 
 
 def test_the_example_is_short() -> None:
-    assert sum(bool(line.strip()) for line in example().splitlines()) <= 15
+    assert sum(bool(line.strip()) for line in example().splitlines()) <= 20
 
 
 def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
@@ -27,6 +27,10 @@ def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for placement in ("OwnerShard(owner=0)", "OwnerShard(owner=1)", "Tail(owner="):
         assert placement in result.stdout
+    losses = re.findall(r"rank (\d), step \d: loss ([\d.]+)", result.stdout)
+    of_rank = [[float(loss) for rank, loss in losses if rank == wanted] for wanted in "01"]
+    assert of_rank[0] != of_rank[1]  # each rank has data of its own
+    assert all(len(found) == 10 and found[-1] < found[0] for found in of_rank)
 
 
 def test_names_in_the_table_exist() -> None:
