@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard, final
 
+import torch
 from torch.distributed.tensor.placement_types import Placement
 
 __all__ = ["OwnerPlacement", "OwnerShard", "Tail", "is_owner", "owner_dims"]
@@ -106,6 +107,10 @@ class Tail(OwnerPlacement):
 
     def __str__(self) -> str:
         return f"T({self.owner})"
+
+
+# what a checkpoint of owned tensors holds besides torch's own types, for torch.load's default weights_only=True
+torch.serialization.add_safe_globals([OwnerShard, Tail])
 
 
 def is_owner(placement: Placement) -> TypeGuard[OwnerPlacement]:

@@ -159,6 +159,32 @@ ValueError: DTensor.from_local with placements [OwnerShard(owner=0)]: ranks that
     )
 
 
+@on_ranks(2, 3)
+def test_a_value_that_the_owner_cannot_give(mesh: DeviceMesh) -> None:
+    """The owner raises what the op raised, the others that it did; nobody waits for a value."""
+    mesh = impatient(mesh)
+    owned = mfsdp.distribute_tensor(torch.ones(4, 3), mesh, [OwnerShard(1)])
+    double = owned.double()
+    try:
+        torch.allclose(owned, double)
+    except RuntimeError as error:
+        text = str(error)
+    if mesh.get_coordinate() == (1,):
+        assert "Float did not match Double" in text
+    else:
+        assert text == "aten.allclose.default failed on the owner of its operands, O(1); that rank says why."
+    dist.barrier(group=mesh.get_group())
+    wrong = mfsdp.distribute_tensor(torch.full((3,), -1), mesh, [OwnerShard(1)])
+    try:
+        torch.bincount(wrong)
+    except RuntimeError as error:
+        text = str(error)
+    assert ("non-negative" if mesh.get_coordinate() == (1,) else "failed on the owner") in text
+    dist.barrier(group=mesh.get_group())
+    small = mfsdp.distribute_tensor(torch.empty(2, 2), mesh, [OwnerShard(1)])
+    assert "Owned tensors are not resized" in error_of(lambda: torch.add(owned, owned, out=small))
+
+
 _AFTER_THE_END = """
 import torch, torch.distributed as dist, mfsdp
 from torch.distributed.device_mesh import init_device_mesh

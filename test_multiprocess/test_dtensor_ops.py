@@ -260,6 +260,25 @@ def test_random_numbers_are_those_of_one_process(mesh: DeviceMesh, world_size: i
         assert torch.equal(weight.full_tensor(), value)
 
 
+@on_ranks(2, 3)
+def test_draws_that_depend_on_values_leave_generators_in_step(mesh: DeviceMesh) -> None:
+    a = matrix().abs() + 0.1
+    cases: list[Callable[[Any], Any]] = [
+        lambda t: torch.multinomial(t, 2),
+        torch.poisson,
+        lambda t: nn.functional.rrelu(t - 0.5, training=True),
+        lambda t: nn.functional.dropout(t, 0.3),
+        lambda t: torch.bernoulli(t.clamp(max=1)),
+    ]
+    for case in cases:
+        torch.manual_seed(11)
+        expected, after = case(a), torch.rand(3)
+        torch.manual_seed(11)
+        result = case(owned(a, mesh))
+        assert torch.equal(torch.rand(3), after)
+        assert torch.equal(result.full_tensor(), expected)
+
+
 @on_ranks(2)
 def test_parameters_modules_and_copies(mesh: DeviceMesh) -> None:
     a = matrix()

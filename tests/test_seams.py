@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, _api, _dispatch, _random, _redistr
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from mfsdp.dtensor import caching, check_version, distribute, install, shapes
+from mfsdp.dtensor import caching, check_version, checkpointing, distribute, install, shapes
 from mfsdp.dtensor.redistribute import redistribute_local_tensor
 
 
@@ -69,6 +69,13 @@ def test_distribute_tensor_is_redirected_in_place() -> None:
 def test_compile_cache_hash() -> None:
     assert parameters(caching._torch_stable_hash) == ["self"]
     assert DTensor._stable_hash_for_caching is caching.stable_hash_for_caching
+
+
+def test_checkpoint_hooks() -> None:
+    assert parameters(checkpointing._torch_create_write_items) == ["self", "fqn", "object"]
+    assert parameters(checkpointing._torch_create_chunk_list) == ["self"]
+    assert DTensor.__create_write_items__ is checkpointing.create_write_items
+    assert DTensor.__create_chunk_list__ is checkpointing.create_chunk_list
 
 
 def test_random_tracker() -> None:

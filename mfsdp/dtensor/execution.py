@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _random as random
@@ -31,7 +32,9 @@ def execute(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
     Raises:
         NotImplementedError: the operands cannot be brought together, or the op cannot run on them; on every rank.
-        RuntimeError, ValueError, ...: what the op itself raises for the shapes and dtypes given, on every rank.
+        RuntimeError, ValueError, ...: what the op itself raises for the shapes and dtypes given, on every rank. What
+            it raises for the *values* (a singular matrix, an index out of range) only the owner can know, and nothing
+            is sent, so the owner raises alone.
     """
     if traits(op).is_list:
         return lists.execute(op, args, kwargs)
@@ -98,40 +101,75 @@ def _execute_plain(
     """Every operand is whole at the owner's coordinate: run the op there on plain tensors."""
     run = holds(mesh, owners)
     local_args, local_kwargs = _map_dtensors(_to_local, args, kwargs)
+    here = (lambda: op(*local_args, **local_kwargs)) if run else None
+    first = _first(op, args, kwargs)._local_tensor
     if traits(op).is_value:
-        result = op(*local_args, **local_kwargs) if run else None
-        return values.share_value(op, result, _first(op, args, kwargs)._local_tensor, mesh, owners)
+        return values.run_for_value(op, here, first, mesh, owners)
     try:
         metas = output_metadata(op, args, kwargs)
     except ValueDependentError:
-        result = op(*local_args, **local_kwargs) if run else None
-        metas = values.share_metadata(op, result, _first(op, args, kwargs)._local_tensor.device, mesh, owners)
+        result, metas = values.run_for_metadata(op, here, first.device, mesh, owners)
     else:
-        result = _run(op, args, kwargs, local_args, local_kwargs, run)
+        specs = _specs(metas, mesh, owners)
+        _check_written(op, args, kwargs, specs)
+        result = _run_random(op, args, kwargs, here, mesh, owners) if traits(op).is_random else here and here()
     if not run:
         result = _empties(metas)
     return wrap(op, args, kwargs, result, _specs(metas, mesh, owners), run)
 
 
-def _run(
+def _check_written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Any) -> None:
+    """Refuse an ``out=`` of another shape, which only the owner would resize."""
+    if traits(op).is_inplace_view:
+        return
+    every = specs if isinstance(specs, tuple) else (specs,)
+    for position, spec in zip(traits(op).aliased_returns, every, strict=False):
+        if position is not None and spec is not None:
+            written = argument(op, position, args, kwargs)
+            if written.shape != spec.shape:
+                raise RuntimeError(
+                    f"{op}: the result has shape {tuple(spec.shape)} and the tensor to write it to has shape "
+                    f"{tuple(written.shape)}. Owned tensors are not resized; give one of the right shape."
+                )
+
+
+# Draws whose number depends on shapes alone, so that every rank can make them.
+_DRAWS_BY_SHAPE = {
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "native_dropout", "normal_",
+    "rand_like", "randint_like", "randn_like", "random_", "uniform_",
+}  # fmt: skip
+
+
+def _run_random(
     op: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    local_args: tuple[Any, ...],
-    local_kwargs: dict[str, Any],
-    run: bool,
+    here: Callable[[], Any] | None,
+    mesh: DeviceMesh,
+    owners: Owners,
 ) -> Any:
-    if not traits(op).is_random:
-        return op(*local_args, **local_kwargs) if run else None
+    """Run an op that draws random numbers, and leave the generators of all ranks in step."""
+    first = _first(op, args, kwargs)
     tracker = random._rng_tracker
     if tracker is not None and tracker.distribute_region_enabled:
-        with tracker._distribute_region(without_owners(_first(op, args, kwargs)._spec)):
-            return op(*local_args, **local_kwargs) if run else None
-    if not run:
-        # Without a tracker (CPU) the generators of all ranks must stay in step: the others draw the same
-        # numbers and drop them. So `normal_` of an owned weight gives what a single process gets.
-        local_args, local_kwargs = _map_dtensors(_placeholder, args, kwargs)
-    return op(*local_args, **local_kwargs)
+        with tracker._distribute_region(without_owners(first._spec)):
+            return here and here()
+    if op._schema.name.split("::")[1] in _DRAWS_BY_SHAPE:
+        # The others draw the same numbers and drop them: nothing is sent, and `normal_` of an owned weight gives
+        # what a single process gets.
+        if here is not None:
+            return here()
+        args, kwargs = _map_dtensors(_placeholder, args, kwargs)
+        return op(*args, **kwargs)
+    result = here and here()
+    values.share_generator(kwargs.get("generator") or _default_generator(first._local_tensor.device), mesh, owners)
+    return result
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index or 0]
 
 
 def _placeholder(tensor: DTensor) -> Tensor:
@@ -208,7 +246,13 @@ def _propagated_specs(
     dispatcher = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     assert info.schema is not None
-    sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(info.schema)
+    try:
+        sharding = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(info.schema)
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise NotImplementedError(
+            f"{op}: the shape of its result depends on values, and its operands are sharded on another mesh dimension "
+            f"than the owner's. Redistribute them to Replicate() there first."
+        ) from error
     outputs = sharding.output_spec
     needed = [sharding.redistribute_schema.args_spec] if sharding.redistribute_schema is not None else []
     every = [outputs] if isinstance(outputs, DTensorSpec) else list(outputs or ())

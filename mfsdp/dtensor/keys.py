@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mfsdp.dtensor.metadata import Outputs, output_metadata
+from mfsdp.dtensor.schema import operands, traits
 
 _NUMBERS = ("number", "Optional[number]")
 
 
-def key_decides_outputs(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs) -> bool:
-    """Whether every call of ``op`` with the cache key of this one has these output metadata.
+def key_decides_outputs(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether every call of ``op`` with the cache key of this one has the same output metadata.
 
     If not, the key is completed for later calls, and this call's answer must not be cached.
     """
-    return _complete(op) and not _numbers_matter(op, args, kwargs, outputs)
+    return _complete(op) and not _numbers_matter(op, args, kwargs)
 
 
 def _complete(op: OpOverload) -> bool:
@@ -65,36 +65,32 @@ def _deciding_arguments(op: OpOverload) -> tuple[int, frozenset[str]]:
     return min(positions), frozenset(names)
 
 
-def _numbers_matter(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs) -> bool:
+def _numbers_matter(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether another number outside the key, say a complex one, would give outputs of another dtype."""
     kinds = {argument.name: str(argument.type) for argument in op._schema.arguments}
     positions = [i for i, (_, kind) in enumerate(zip(args, kinds.values(), strict=False)) if kind in _NUMBERS]
     names = [name for name in kwargs if kinds[name] in _NUMBERS]
-    if not (positions or names):
-        return False
+    if not (positions or names) or traits(op).aliased_returns == (0,):
+        return False  # an in-place result has the dtype of what it is written to
+    if torch.Tag.pointwise not in op.tags:
+        return not all(tensor.is_floating_point() for tensor, _ in operands(op, args, kwargs))
+    dtypes = set()
     for number in (1, 1.5, 1j):
         other_args = tuple(number if i in positions else value for i, value in enumerate(args))
         other_kwargs = {name: number if name in names else value for name, value in kwargs.items()}
-        try:
-            other = output_metadata(op, other_args, other_kwargs)
-        except (RuntimeError, TypeError, ValueError):
-            continue  # the op refuses such a number, so it cannot come
-        if other != outputs and not _kernel_refuses(op, other_args, other_kwargs):
-            return True
-    return False
+        dtypes.add(_dtype_with(op, other_args, other_kwargs))
+    return len(dtypes - {None}) > 1
 
 
-def _kernel_refuses(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a pointwise op raises for these numbers where its shape function does not (``clamp`` by a complex)."""
-    if torch.Tag.pointwise not in op.tags:
-        return False
+def _dtype_with(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """Dtype of a pointwise op's result, by running it on tensors without elements; None if it refuses the number."""
 
     def nothing(value: Any) -> Any:
         return torch.empty((0,) * value.ndim, dtype=value.dtype) if isinstance(value, Tensor) else value
 
     with _disable_current_modes():
         try:
-            op(*(nothing(value) for value in args), **{name: nothing(value) for name, value in kwargs.items()})
+            result = op(*(nothing(value) for value in args), **{name: nothing(v) for name, v in kwargs.items()})
         except (RuntimeError, TypeError, ValueError):
-            return True
-    return False
+            return None
+    return result.dtype if isinstance(result, Tensor) else None

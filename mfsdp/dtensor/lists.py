@@ -207,7 +207,7 @@ def _without_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
 
 
 def unscale_gradients(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``GradScaler``'s check and unscale: gradients owner-local, the verdict by one maximum over the owners' mesh.
+    """``GradScaler``'s check and unscale: gradients owner-local, the verdict by a maximum over each mesh with owners.
 
     Every rank must skip the step if any gradient anywhere is not finite.
     """
@@ -219,8 +219,8 @@ def unscale_gradients(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         op(local, found_inf, inverse_scale, **kwargs)
     if others:
         op(others, found_inf, inverse_scale, **kwargs)
-    mesh = owned[0].device_mesh
     verdict = found_inf
-    for mesh_dim in range(mesh.ndim):
-        verdict = funcol.all_reduce(verdict, "max", (mesh, mesh_dim))
+    for mesh in dict.fromkeys(gradient.device_mesh for gradient in owned):
+        for mesh_dim in range(mesh.ndim):
+            verdict = funcol.all_reduce(verdict, "max", (mesh, mesh_dim))
     found_inf.copy_(verdict)

@@ -145,7 +145,7 @@ def _cacheable_answer(
         metas = output_metadata(op, args, kwargs)
     except ValueDependentError:
         return None
-    if not key_decides_outputs(op, args, kwargs, metas):
+    if not key_decides_outputs(op, args, kwargs):
         return None
     outputs = [metas] if isinstance(metas, OutputMeta) else list(metas or ())
     if not outputs or not all(isinstance(meta, OutputMeta) for meta in outputs):

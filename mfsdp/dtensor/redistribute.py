@@ -294,10 +294,13 @@ def _send(state: _State, mesh_dim: int, source: int, destination: int) -> Tensor
     mesh, layout, here = state.spec.mesh, _layout(state.spec), state.here(mesh_dim)
     if layout.numel == 0:
         return layout.empty(state.local)
-    ranks = range(mesh.size(mesh_dim))
-    out = layout.flatten(state.local) if here == source else state.local.new_empty(0)
-    send = [layout.numel if (here, to) == (source, destination) else 0 for to in ranks]
-    receive = [layout.numel if (here, of) == (destination, source) else 0 for of in ranks]
+    ranks = transfer.group_ranks(mesh, mesh_dim)
+    send, receive = [0] * len(ranks), [0] * len(ranks)
+    out = state.local.new_empty(0)
+    if here == source:
+        out, send[ranks[destination]] = layout.flatten(state.local), layout.numel
+    if here == destination:
+        receive[ranks[source]] = layout.numel
     received = transfer.exchange(out, send, receive, mesh, mesh_dim)
     return layout.unflatten(received) if here == destination else received
 
@@ -305,17 +308,16 @@ def _send(state: _State, mesh_dim: int, source: int, destination: int) -> Tensor
 def _gather(state: _State, mesh_dim: int, tensor_dim: int, owner: int) -> Tensor:
     mesh = state.spec.mesh
     whole = list(_held_shape(_replicated(state.spec, mesh_dim)))
-    sizes = _shard_sizes(whole[tensor_dim], mesh.size(mesh_dim))
-    stride = math.prod(whole) // max(whole[tensor_dim], 1)
-    here = state.here(mesh_dim)
     if math.prod(whole) == 0:
         return state.local.new_empty(whole)
+    is_root = state.here(mesh_dim) == owner
+    sizes = _piece_sizes(whole, tensor_dim, mesh.size(mesh_dim))
     # the sharded dimension leads on the wire, so that the pieces of all ranks follow one another
     out = state.local.movedim(tensor_dim, 0).contiguous().view(-1)
-    send = [out.numel() if to == owner else 0 for to in range(len(sizes))]
-    receive = [size * stride if here == owner else 0 for size in sizes]
-    received = transfer.exchange(out, send, receive, mesh, mesh_dim)
-    if here != owner:
+    send = [0] * len(sizes)
+    send[transfer.group_ranks(mesh, mesh_dim)[owner]] = out.numel()
+    received = transfer.exchange(out, send, sizes if is_root else [0] * len(sizes), mesh, mesh_dim)
+    if not is_root:
         return received
     leading = [whole[tensor_dim], *(n for dim, n in enumerate(whole) if dim != tensor_dim)]
     return received.view(leading).movedim(0, tensor_dim).contiguous()
@@ -324,18 +326,19 @@ def _gather(state: _State, mesh_dim: int, tensor_dim: int, owner: int) -> Tensor
 def _scatter(state: _State, mesh_dim: int, tensor_dim: int, owner: int) -> Tensor:
     mesh = state.spec.mesh
     whole = list(_held_shape(state.spec))
-    sizes = _shard_sizes(whole[tensor_dim], mesh.size(mesh_dim))
-    stride = math.prod(whole) // max(whole[tensor_dim], 1)
-    here = state.here(mesh_dim)
-    mine = [n if dim != tensor_dim else sizes[here] for dim, n in enumerate(whole)]
+    ranks = transfer.group_ranks(mesh, mesh_dim)
+    mine = ranks[state.here(mesh_dim)]
+    leading = [n for dim, n in enumerate(whole) if dim != tensor_dim]
+    rows = _shard_sizes(whole[tensor_dim], len(ranks))[mine]
     if math.prod(whole) == 0:
-        return state.local.new_empty(mine)
-    out = state.local.movedim(tensor_dim, 0).contiguous().view(-1) if here == owner else state.local.new_empty(0)
-    send = [size * stride if here == owner else 0 for size in sizes]
-    receive = [sizes[here] * stride if of == owner else 0 for of in range(len(sizes))]
-    received = transfer.exchange(out, send, receive, mesh, mesh_dim)
-    leading = [sizes[here], *(n for dim, n in enumerate(whole) if dim != tensor_dim)]
-    return received.view(leading).movedim(0, tensor_dim).contiguous()
+        return state.local.new_empty([*whole[:tensor_dim], rows, *whole[tensor_dim + 1 :]])
+    sizes = _piece_sizes(whole, tensor_dim, len(ranks))
+    is_root = state.here(mesh_dim) == owner
+    out = state.local.movedim(tensor_dim, 0).contiguous().view(-1) if is_root else state.local.new_empty(0)
+    receive = [0] * len(ranks)
+    receive[ranks[owner]] = sizes[mine]
+    received = transfer.exchange(out, sizes if is_root else [0] * len(ranks), receive, mesh, mesh_dim)
+    return received.view([rows, *leading]).movedim(0, tensor_dim).contiguous()
 
 
 def _reduce(state: _State, mesh_dim: int, partial: Partial, owner: int) -> Tensor:
@@ -361,6 +364,12 @@ def _replicated(spec: DTensorSpec, mesh_dim: int) -> DTensorSpec:
 def _shard_sizes(size: int, chunks: int) -> list[int]:
     """Sizes of ``torch.chunk``'s pieces, as ``Shard`` splits."""
     return [Shard.local_shard_size_and_offset(size, chunks, chunk)[0] for chunk in range(chunks)]
+
+
+def _piece_sizes(whole: Sequence[int], tensor_dim: int, chunks: int) -> list[int]:
+    """Elements of each shard of a tensor of shape ``whole``, by group rank: torch's order of shards."""
+    rest = math.prod(size for dim, size in enumerate(whole) if dim != tensor_dim)
+    return [size * rest for size in _shard_sizes(whole[tensor_dim], chunks)]
 
 
 def _layout(spec: DTensorSpec) -> WireLayout:

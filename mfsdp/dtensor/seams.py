@@ -17,6 +17,8 @@ import it by name)
 ``_api.compute_global_tensor_info``                  ``DTensor.from_local`` without a shape is refused
 ``_ToTorchTensor.backward``                          gradients of ``to_local()`` get the spec of the tensor
 ``DTensor._stable_hash_for_caching``                 compile caches tell owners from others
+``DTensor.__create_write_items__``,                  checkpoints: who holds nothing writes nothing
+``DTensor.__create_chunk_list__``
 ``distribute_tensor`` (its code object)              :mod:`mfsdp.dtensor.distribute`
 ===================================================  =====================================================
 
@@ -35,7 +37,7 @@ from torch.distributed.tensor import DTensor, _api, _dispatch, _redistribute, _u
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OutputSpecType
 
-from mfsdp.dtensor import caching, distribute, gradients, lists, shapes
+from mfsdp.dtensor import caching, checkpointing, distribute, gradients, lists, shapes
 from mfsdp.dtensor.execution import execute
 from mfsdp.dtensor.propagation import (
     SkippedOutputSharding,
@@ -85,6 +87,8 @@ def install() -> None:
     _api.compute_global_tensor_info = shapes.compute_global_tensor_info
     _api._ToTorchTensor.backward = staticmethod(gradients.to_local_backward)  # type: ignore[method-assign]
     DTensor._stable_hash_for_caching = caching.stable_hash_for_caching  # type: ignore[method-assign, assignment]
+    DTensor.__create_write_items__ = checkpointing.create_write_items  # type: ignore[method-assign, assignment]
+    DTensor.__create_chunk_list__ = checkpointing.create_chunk_list  # type: ignore[method-assign]
     distribute.redirect_torch()
     _installed = True
 

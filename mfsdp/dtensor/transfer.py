@@ -1,7 +1,7 @@
 """Rooted movement of plain tensors along one mesh dimension, addressed by mesh coordinate.
 
 Three primitives carry every transition of the owner placements: :func:`broadcast` (one to all),
-:func:`exchange` (any unequal pieces between any two coordinates, for scatter, gather and send) and
+:func:`exchange` (any unequal pieces between any two ranks, for scatter, gather and send) and
 :func:`reduce` (all to one). Each moves the bytes of the tensor and no more, works on gloo and NCCL, and can be
 traced by ``torch.compile(fullgraph=True)``.
 
@@ -88,35 +88,26 @@ def broadcast(source: Tensor | None, into: Tensor | None, mesh: DeviceMesh, mesh
 def exchange(
     send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], mesh: DeviceMesh, mesh_dim: int
 ) -> Tensor:
-    """Send consecutive pieces of a contiguous 1-D tensor to the coordinates of a mesh dimension.
+    """Send consecutive pieces of a contiguous 1-D tensor to the ranks of a mesh dimension's group.
+
+    By group rank and not by coordinate, because that is how torch orders the shards of a mesh whose ranks are not
+    sorted. :func:`group_ranks` translates.
 
     Args:
-        send: the pieces for coordinate 0, 1, ... one after the other.
-        send_sizes: elements that go to each coordinate; the sum is ``send.numel()``.
-        receive_sizes: elements that come from each coordinate.
+        send: the pieces for group rank 0, 1, ... one after the other.
+        send_sizes: elements that go to each rank; the sum is ``send.numel()``.
+        receive_sizes: elements that come from each rank.
 
     Returns:
-        A new 1-D tensor of what was received, in the order of coordinates.
+        A new 1-D tensor of what was received, in the order of group ranks.
     """
-    ranks = group_ranks(mesh, mesh_dim)
     wire = _to_wire(send)
     scale = send.element_size() // wire.element_size()
-    if list(ranks) != sorted(ranks):
-        by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)
-        wire = torch.cat([_piece(wire, send_sizes, coordinate, scale) for coordinate in by_rank])
-    else:
-        by_rank = list(range(len(ranks)))
     received = funcol.all_to_all_single(
-        wire,
-        [receive_sizes[coordinate] * scale for coordinate in by_rank],
-        [send_sizes[coordinate] * scale for coordinate in by_rank],
-        (mesh, mesh_dim),
+        wire, [size * scale for size in receive_sizes], [size * scale for size in send_sizes], (mesh, mesh_dim)
     )
     if sum(receive_sizes) == 0 and isinstance(received, funcol.AsyncCollectiveTensor):
         received = received.wait()  # nobody will use it, but what was sent must have left
-    if by_rank != sorted(by_rank):
-        in_rank_order = [receive_sizes[coordinate] for coordinate in by_rank]
-        received = torch.cat([_piece(received, in_rank_order, rank, scale) for rank in ranks])
     return _from_wire(received, send.dtype)
 
 
@@ -158,8 +149,3 @@ def _to_wire(flat: Tensor) -> Tensor:
 
 def _from_wire(flat: Tensor, dtype: torch.dtype) -> Tensor:
     return flat if flat.dtype == dtype else flat.view(dtype)
-
-
-def _piece(flat: Tensor, sizes: Sequence[int], index: int, scale: int) -> Tensor:
-    start = sum(sizes[:index]) * scale
-    return flat[start : start + sizes[index] * scale]

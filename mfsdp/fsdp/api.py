@@ -82,12 +82,13 @@ def fully_shard(
 
     Differences from FSDP2: gradients of all parameters of a unit that ran in backward are reduced, zeros
     standing in where a rank has none (FSDP2's ``set_reduce_scatter_unused_params(True)``); 0-d parameters are
-    allowed; parameters must already be on the mesh's device (or on ``meta``).
+    allowed; parameters must already be on the mesh's device (or on ``meta``). Without mixed precision the owner's
+    full parameter *is* its shard, so that an in-place change between ``unshard()`` and ``reshard()`` stays, on the
+    owner alone, where FSDP2 discards it on every rank: change sharded parameters, or on all ranks alike.
 
     Args:
         module: the module, or modules that are gathered together.
-        mesh: 1-D, or 2-D (replicate, shard) for HSDP; owners are coordinates on the last dimension. By
-        default
+        mesh: 1-D, or 2-D (replicate, shard) for HSDP; owners are coordinates on the last dimension. By default
             all ranks.
         plan: who owns what, from ``mfsdp.plan(model, mesh)``. Without one, this call's parameters are planned
             now, continuing from what earlier calls have put on each rank of the mesh.

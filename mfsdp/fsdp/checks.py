@@ -132,11 +132,15 @@ def check_plan(plan: ShardPlan, mesh: DeviceMesh, unknown: Sequence[FoundParamet
             )
         )
     if unknown:
+        parameters = list(dict.fromkeys(place.parameter for place in unknown))
+        first = unknown[0]
+        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
         findings.add(
             ValueError(
-                f"the plan does not know {len(unknown)} of the module's parameters, the first is "
-                f"{unknown[0]}. Make the plan from the model that contains the module, or bind a plan that "
-                "was loaded with plan.bind(model)."
+                f"the plan does not know the module's parameter {first.name} of shape "
+                f"{tuple(first.parameter.shape)}{more}. A plan belongs to the model instance that it was made from: "
+                "make it from the model that contains this module, or, if it comes from JSON or from an equal "
+                "model, bind it with plan.bind(model)."
             )
         )
 

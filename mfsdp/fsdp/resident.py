@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from mfsdp.fsdp.managed import ManagedParameter
 from mfsdp.fsdp.owner_param import OwnerParam
-from mfsdp.fsdp.segments import Segment
+from mfsdp.fsdp.segments import Segment, Slot
 
 __all__ = ["ResidentSegment"]
 
@@ -42,8 +42,22 @@ class ResidentSegment:
         """The local tensor of the unit's parameter ``index``: a view, or empty if this rank does not own it."""
         for slot in self._own.slots:
             if slot.index == index:
-                return slot.view(self.flat)
+                return self._local(slot)
         return self.flat.new_empty((0, *shape[1:]))
+
+    def _local(self, slot: Slot) -> Tensor:
+        """The slot's memory as a tensor whose storage starts there and ends with it.
+
+        A view of the whole segment would do for computing. But a DTensor takes over its local tensor's storage
+        offset, and torch's saving and copying then mistake the DTensor for a tensor with memory of its own; and what
+        is saved of a view is all of its storage.
+        """
+        if self.flat.is_meta:
+            return self.flat.new_empty(slot.shape)
+        start, size = slot.offset * self.flat.itemsize, slot.numel * self.flat.itemsize
+        storage = self.flat.untyped_storage()[start : start + size]
+        like = slot.view(self.flat)
+        return self.flat.new_empty(0).set_(storage, 0, like.shape, like.stride())
 
     @torch.no_grad()
     def repack(self, params: Sequence[OwnerParam]) -> bool:
@@ -72,7 +86,7 @@ class ResidentSegment:
         if moved:
             self.flat = self._allocate(dtype, device)
         for slot in self._own.slots:
-            param, view = params[slot.index], slot.view(self.flat)
+            param, view = params[slot.index], self._local(slot)
             if param.local.data_ptr() != view.data_ptr():
                 view.copy_(param.local)
                 param.place_local(view)
