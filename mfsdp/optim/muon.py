@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.adjust_lr import AdjustLr, adjustment
 from mfsdp.optim.batching import batches, orthogonalize
+from mfsdp.optim.group_options import check_numbers, dtype_name, dtype_of
 from mfsdp.optim.logical import check_matrix, split_of
 from mfsdp.optim.newton_schulz import QUINTIC, Coefficients, NewtonSchulz, Workspace
 from mfsdp.optim.owner_local import LocalUpdate, OwnerLocalOptimizer, param_label, state_like
@@ -80,7 +81,8 @@ class Muon(OwnerLocalOptimizer):
         cautious: whether weight decay is left out where it opposes the update, that is where the signs of ``W``
             and ``O`` differ.
         second_moment: NorMuon's ``beta``; None for none.
-        ns_dtype: in which the iteration computes: bfloat16, float16, float32 or float64.
+        ns_dtype: in which the iteration computes: bfloat16, float16, float32 or float64, or such a name, which
+            is what groups hold.
         split: what the logical matrices of a parameter are, for instance
             ``mfsdp.planning.EqualBlocks(3)`` for a fused QKV projection, or ``Stack()`` for experts
             ``(E, m, n)``; each is orthogonalised and scaled by itself.
@@ -90,6 +92,7 @@ class Muon(OwnerLocalOptimizer):
         capturable: whether the step may be captured in a CUDA graph; a tensor ``lr`` is then read on the device.
 
     Raises:
+        TypeError: an option that is a number is given as something else.
         ValueError: an option is out of range, or a parameter is not a matrix that its owner holds whole; the
             message names the parameter and says which optimizer takes it.
     """
@@ -110,7 +113,7 @@ class Muon(OwnerLocalOptimizer):
         momentum_style: str = "ema",
         cautious: bool = False,
         second_moment: float | None = None,
-        ns_dtype: torch.dtype = torch.bfloat16,
+        ns_dtype: torch.dtype | str = torch.bfloat16,
         split: Split | SplitRule | None = None,
         batched: bool = False,
         compile: bool = False,
@@ -129,7 +132,7 @@ class Muon(OwnerLocalOptimizer):
             "momentum_style": momentum_style,
             "cautious": cautious,
             "second_moment": second_moment,
-            "ns_dtype": ns_dtype,
+            "ns_dtype": dtype_name(ns_dtype),
             "split": split,
             "batched": batched,
             "compile": compile,
@@ -137,21 +140,18 @@ class Muon(OwnerLocalOptimizer):
         }
         super().__init__(params, options)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # a state dict of torch.optim.Muon lacks the options that are ours
-            for option, value in self.defaults.items():
-                group.setdefault(option, value)
+    dtype_options = ("ns_dtype",)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, after checking each of them and the group's options."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            self._name_dtypes(group)
             _check_options(group)
             for index, param in enumerate(group["params"]):
                 check_matrix(type(self).__name__, param_label(group, index), param, group["split"])
-        except ValueError:
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
@@ -177,7 +177,7 @@ class Muon(OwnerLocalOptimizer):
             self._update_batch(group, [logical[index] for index in batch])
 
     def _update_batch(self, group: dict[str, Any], batch: Sequence[_Logical]) -> None:
-        iteration = NewtonSchulz(group["ns_coefficients"], group["ns_steps"], group["eps"], group["ns_dtype"])
+        iteration = _iteration(group)
         # One by one: a matrix stays in the cache from its average to its place in the batch.
         directions = (_direction(group, matrix, self._workspace) for matrix in batch)
         shapes, device = [matrix.param.shape for matrix in batch], batch[0].param.device
@@ -188,6 +188,11 @@ class Muon(OwnerLocalOptimizer):
                 for update, matrix in zip(updates, batch, strict=True)
             ]
         _apply(group, batch, updates)
+
+
+def _iteration(group: dict[str, Any]) -> NewtonSchulz:
+    dtype = dtype_of("ns_dtype", group["ns_dtype"])
+    return NewtonSchulz(group["ns_coefficients"], group["ns_steps"], group["eps"], dtype)
 
 
 def _logical_matrices(update: LocalUpdate, rule: Split | SplitRule | None) -> list[_Logical]:
@@ -253,12 +258,15 @@ def _apply(group: dict[str, Any], batch: Sequence[_Logical], updates: Sequence[T
 
 def _check_options(group: dict[str, Any]) -> None:
     lr = group["lr"]
+    check_numbers("Muon", group, ("lr", "weight_decay", "momentum", "eps", "ns_steps"))
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Muon: a tensor lr must have one element, but its shape is {tuple(lr.shape)}.")
     for option in ("lr", "weight_decay", "momentum"):
         if not group[option] >= 0:  # written so that NaN fails too
             raise ValueError(f"Muon: {option} must be 0 or more, but is {float(group[option])}.")
     beta = group["second_moment"]
+    if beta is not None:
+        check_numbers("Muon", group, ["second_moment"])
     if beta is not None and not 0 <= beta < 1:
         raise ValueError(f"Muon: second_moment must be None or in [0, 1), but is {beta}.")
     if group["momentum_style"] not in _MOMENTUM_STYLES:
@@ -267,7 +275,7 @@ def _check_options(group: dict[str, Any]) -> None:
     if group["adjust_lr_fn"] is not None and group["adjust_lr"] is not None:
         raise ValueError("Muon: adjust_lr_fn and adjust_lr are two names of one option; give one of them.")
     try:
-        NewtonSchulz(group["ns_coefficients"], group["ns_steps"], group["eps"], group["ns_dtype"])
+        _iteration(group)
         adjustment(group, 1, 1)
     except ValueError as error:
         raise ValueError(f"Muon: {error}") from None

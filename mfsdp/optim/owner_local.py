@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mfsdp.dtensor import is_local, local_tensor
+from mfsdp.optim.group_options import completed_groups, dtype_name, saved_groups
 
 __all__ = ["LocalUpdate", "OwnerLocalOptimizer", "param_label", "restore_dtypes", "state_like"]
 
@@ -43,6 +44,18 @@ class OwnerLocalOptimizer(Optimizer):
     A subclass says what a new parameter's state is and how a group is updated.
     """
 
+    dtype_options: tuple[str, ...] = ()
+    """Options that are dtypes, of which a group holds the names."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            self._name_dtypes(group)
+
+    def _name_dtypes(self, group: dict[str, Any]) -> None:
+        for option in self.dtype_options:
+            group[option] = dtype_name(group[option])
+
     @abstractmethod
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         """The state of a parameter at its first step, the same entries on every rank."""
@@ -70,8 +83,16 @@ class OwnerLocalOptimizer(Optimizer):
         group = self.param_groups[group_index]
         self._update_group(group, *self._collect(group, [param_index]))
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state as torch's, of data alone: options that are a ``split`` or a function are left out."""
+        return saved_groups(super().state_dict())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer state; every tensor keeps the dtype that it was saved in."""
+        """Load the optimizer state; every tensor keeps the dtype that it was saved in.
+
+        Options that the state dict does not have stay as they are, and ``split`` always does.
+        """
+        state_dict = completed_groups(state_dict, self.param_groups, [self.defaults] * len(self.param_groups))
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.factors import update_factor
+from mfsdp.optim.group_options import check_numbers, dtype_of
 from mfsdp.optim.logical import check_matrix, split_of
 from mfsdp.optim.owner_local import LocalUpdate, OwnerLocalOptimizer, param_label, state_like
 from mfsdp.planning.split import Split, SplitRule
@@ -49,6 +50,7 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
     Subclasses name the elementwise averages they keep, and say how a block is stepped.
     """
 
+    dtype_options = ("factor_dtype",)
     moment_names: tuple[str, ...] = ()
     base_name: str = ""
     """What the state calls what is derived from a factor."""
@@ -66,10 +68,11 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            self._name_dtypes(group)
             self._check_options(group)
             for index, param in enumerate(group["params"]):
                 check_matrix(type(self).__name__, param_label(group, index), param, group["split"])
-        except ValueError:
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
@@ -79,6 +82,8 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
 
     def _check_options(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
+        numbers = ("lr", "weight_decay", "eps", "precondition_frequency", "max_preconditioner_dim")
+        check_numbers(name, group, numbers)
         for option in ("lr", "weight_decay", "eps"):
             if not group[option] >= 0:  # written so that NaN fails too
                 raise ValueError(f"{name}: {option} must be 0 or more, but is {float(group[option])}.")
@@ -87,11 +92,13 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
         for option in ("precondition_frequency", "max_preconditioner_dim"):
             if group[option] < 1:
                 raise ValueError(f"{name}: {option} must be at least 1, but is {group[option]}.")
-        if group["factor_dtype"] not in (torch.float32, torch.float64):
-            raise ValueError(f"{name}: factor_dtype must be float32 or float64, but is {group['factor_dtype']}.")
+        try:
+            _factor_dtype(group)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-        dtype = group["factor_dtype"]
+        dtype = _factor_dtype(group)
         state: dict[str, Any] = {"step": torch.zeros(())}
         state.update((name, state_like(param)) for name in self.moment_names)
         state["failures"] = state_like(param, (1,), torch.float32)
@@ -126,7 +133,7 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
             blocks.append(
                 Block(
                     param=param,
-                    grad=grad.to(group["factor_dtype"]),
+                    grad=grad.to(_factor_dtype(group)),
                     moments={name: views[index] for name, views in moments.items()},
                     factors={side: update.state[f"{SIDES[side]}_factor_{index}"] for side in sides},
                     bases={side: update.state[f"{SIDES[side]}_{self.base_name}_{index}"] for side in sides},
@@ -160,6 +167,10 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
 def preconditioned_sides(dims: Sequence[int], largest: int) -> list[int]:
     """The sides of a matrix of ``dims`` that have a factor: those of at most ``largest``."""
     return [side for side, dim in enumerate(dims) if dim <= largest]
+
+
+def _factor_dtype(group: dict[str, Any]) -> torch.dtype:
+    return dtype_of("factor_dtype", group["factor_dtype"], ("float32", "float64"))
 
 
 def decay(group: dict[str, Any], block: Block) -> None:

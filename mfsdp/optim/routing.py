@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from mfsdp.optim.adamw import AdamW
 from mfsdp.optim.backward_steps import BackwardSteps
+from mfsdp.optim.group_options import completed_groups, saved_groups
 from mfsdp.optim.muon import Muon
 from mfsdp.optim.owner_local import restore_dtypes
 from mfsdp.optim.shampoo import Shampoo
@@ -129,8 +130,17 @@ class RoutedOptimizer(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state as torch's, of data alone: options that are a ``split`` or a function are left out."""
+        return saved_groups(super().state_dict())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer state; every tensor keeps the dtype that it was saved in."""
+        """Load the optimizer state; every tensor keeps the dtype that it was saved in.
+
+        Options that the state dict does not have stay as they are, and ``split`` always does.
+        """
+        options = [self.parts[part].defaults for part in self._part_of_group]
+        state_dict = completed_groups(state_dict, self.param_groups, options)
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.factors import inverse_root
+from mfsdp.optim.group_options import dtype_name
 from mfsdp.optim.preconditioned import Block, OptionalSplit, PreconditionedOptimizer, decay
 
 __all__ = ["Shampoo"]
@@ -45,10 +46,11 @@ class Shampoo(PreconditionedOptimizer):
         max_preconditioner_dim: a side with more rows (or columns) than this has no factor.
         grafting: whose update's norm is taken: ``"adam"``, ``"sgd"``, or None for Shampoo's own.
         grafting_eps: added to the root of the second moment in Adam's update.
-        factor_dtype: of factors, roots and their arithmetic: float32 or float64.
+        factor_dtype: of factors, roots and their arithmetic: float32 or float64, or such a name, which is what groups hold.
         split: what the logical matrices of a parameter are, see :class:`~mfsdp.optim.Muon`.
 
     Raises:
+        TypeError: an option that is a number is given as something else.
         ValueError: an option is out of range, or a parameter is not a matrix that its owner holds whole.
     """
 
@@ -67,7 +69,7 @@ class Shampoo(PreconditionedOptimizer):
         max_preconditioner_dim: int = 8192,
         grafting: str | None = "adam",
         grafting_eps: float = 1e-8,
-        factor_dtype: torch.dtype = torch.float32,
+        factor_dtype: torch.dtype | str = torch.float32,
         split: OptionalSplit = None,
     ) -> None:
         options = {
@@ -79,7 +81,7 @@ class Shampoo(PreconditionedOptimizer):
             "max_preconditioner_dim": max_preconditioner_dim,
             "grafting": grafting,
             "grafting_eps": grafting_eps,
-            "factor_dtype": factor_dtype,
+            "factor_dtype": dtype_name(factor_dtype),
             "split": split,
         }
         super().__init__(params, options)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.factors import refined_basis, starting_basis
+from mfsdp.optim.group_options import dtype_name
 from mfsdp.optim.preconditioned import Block, OptionalSplit, PreconditionedOptimizer, decay
 
 __all__ = ["SOAP"]
@@ -40,10 +41,11 @@ class SOAP(PreconditionedOptimizer):
         weight_decay: decoupled weight decay.
         precondition_frequency: steps from one refinement of the bases to the next.
         max_preconditioner_dim: a side with more rows (or columns) than this keeps the standard basis.
-        factor_dtype: of factors, bases and their arithmetic: float32 or float64.
+        factor_dtype: of factors, bases and their arithmetic: float32 or float64, or such a name, which is what groups hold.
         split: what the logical matrices of a parameter are, see :class:`~mfsdp.optim.Muon`.
 
     Raises:
+        TypeError: an option that is a number is given as something else.
         ValueError: an option is out of range, or a parameter is not a matrix that its owner holds whole.
     """
 
@@ -60,7 +62,7 @@ class SOAP(PreconditionedOptimizer):
         *,
         precondition_frequency: int = 10,
         max_preconditioner_dim: int = 8192,
-        factor_dtype: torch.dtype = torch.float32,
+        factor_dtype: torch.dtype | str = torch.float32,
         split: OptionalSplit = None,
     ) -> None:
         options = {
@@ -70,7 +72,7 @@ class SOAP(PreconditionedOptimizer):
             "weight_decay": weight_decay,
             "precondition_frequency": precondition_frequency,
             "max_preconditioner_dim": max_preconditioner_dim,
-            "factor_dtype": factor_dtype,
+            "factor_dtype": dtype_name(factor_dtype),
             "split": split,
         }
         super().__init__(params, options)

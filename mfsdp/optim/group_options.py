@@ -1,0 +1,74 @@
+"""Options of parameter groups: numbers and dtypes that are checked, and what of them a state dict holds."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_numbers", "completed_groups", "dtype_name", "dtype_of", "saved_groups"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """What a group holds for ``dtype``: torch's distributed state dicts take strings, but no ``torch.dtype``."""
+    return dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+
+
+def dtype_of(option: str, name: torch.dtype | str, allowed: Sequence[str] = tuple(_DTYPES)) -> torch.dtype:
+    """The dtype that an option names.
+
+    Args:
+        option: its name, for the message.
+        name: its value; a dtype is taken for its name.
+        allowed: names that it may have.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    name = dtype_name(name)
+    if name not in allowed:
+        raise ValueError(f"{option} must be {', '.join(allowed[:-1])} or {allowed[-1]}, but is {name}.")
+    return _DTYPES[name]
+
+
+def check_numbers(optimizer: str, group: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Check that each of ``options`` is a number (or a tensor), and not, say, text from a configuration file.
+
+    Raises:
+        TypeError: one is not.
+    """
+    for option in options:
+        if not isinstance(group[option], (Real, Tensor)):
+            raise TypeError(f"{optimizer}: {option} must be a number, but is {group[option]!r}.")
+
+
+def saved_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """``state_dict`` without the options that are code rather than data: ``split``, and functions."""
+    groups = [
+        {option: value for option, value in group.items() if option != "split" and not callable(value)}
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def completed_groups(
+    state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]], options: Sequence[Iterable[str]]
+) -> dict[str, Any]:
+    """``state_dict`` with the options that its groups lack taken from the current groups, and every ``split``.
+
+    Args:
+        state_dict: to be loaded; left as it is.
+        groups: the optimizer's.
+        options: which options each of these groups has.
+    """
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        return state_dict  # for torch to refuse
+    completed = [
+        {**new, **{option: old[option] for option in known if option == "split" or option not in new}}
+        for new, old, known in zip(saved, groups, options, strict=True)
+    ]
+    return {**state_dict, "param_groups": completed}
