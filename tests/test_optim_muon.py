@@ -123,6 +123,25 @@ def test_parameters_without_gradient_have_no_state() -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "value"), [("lr", "x"), ("weight_decay", "0.1"), ("momentum", None), ("ns_steps", "5"), ("eps", "0")]
+)
+def test_options_that_must_be_numbers(option: str, value: str | None) -> None:
+    optimizer = Muon(parameters())
+    with pytest.raises(TypeError, match=f"^Muon: {option} must be a number, but is {value!r}.$"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], option: value})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_options_that_torch_accepts() -> None:
+    ours, theirs = parameters(), parameters()
+    options: dict[str, Any] = {"momentum": 1.5, "ns_steps": 0, "eps": 1e-3}
+    train(Muon(ours, **options), ours, steps=2)
+    train(torch.optim.Muon(theirs, **options), theirs, steps=2)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr must be 0 or more, but is -1.0"),
@@ -159,6 +178,15 @@ mfsdp.optim.build_optimizer route it there.""",
     with pytest.raises(ValueError, match=r"parameter 0 of its group of shape \(2,\) has 1 dimensions"):
         optimizer.add_param_group({"params": [bias]})
     assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError) as experts:
+        Muon([("experts.weight", nn.Parameter(torch.ones(3, 2, 2)))])
+    assert_expected_inline(
+        str(experts.value),
+        """\
+Muon: parameter 'experts.weight' of shape (3, 2, 2) has 3 dimensions, and nothing says which matrices it consists of. \
+Pass plan= to mfsdp.optim.build_optimizer if the model's plan has a split for it, or the option split, such as \
+mfsdp.planning.Stack().""",
+    )
     with pytest.raises(ValueError, match="real floating-point"):
         Muon([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
     weight.grad = torch.eye(2).to_sparse()

@@ -289,6 +289,36 @@ def test_clipping_over_all_groups() -> None:
     assert torch.equal(optimizer.clip_grad_norm_(1e-3), expected)
 
 
+@pytest.mark.parametrize("start", ["both", "others"])
+def test_a_group_that_is_refused_is_not_added(start: str) -> None:
+    model = new_model()
+    optimizer = together(model.blocks if start == "both" else model.blocks[0][1])
+    parts, groups = set(optimizer.parts), len(optimizer.param_groups)
+    late = {"late.weight": nn.Parameter(torch.ones(2, 2)), "late.bias": nn.Parameter(torch.ones(2))}
+    for options in ({"amsgrad": True}, {"momentum": 0.5}, {"typo": 1}):  # the other's, the matrix's, nobody's
+        with pytest.raises(ValueError, match=f"a group has the option '{next(iter(options))}'"):
+            optimizer.add_param_group({"params": list(late.items()), **options})
+    assert (set(optimizer.parts), len(optimizer.param_groups)) == (parts, groups)
+    for param in late.values():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all((param == 1).all() for param in late.values())
+    optimizer.add_param_group({"params": list(late.items())})
+    optimizer.step()
+    assert all((param != 1).all() for param in late.values())
+
+
+def test_parameters_without_names() -> None:
+    with pytest.raises(TypeError) as nameless:
+        build_optimizer(new_model().parameters())  # type: ignore[arg-type]
+    assert_expected_inline(
+        str(nameless.value),
+        """\
+build_optimizer: parameters must come with their names, but there is a Parameter among them. Pass the module or \
+model.named_parameters().""",
+    )
+
+
 def test_bad_groups() -> None:
     with pytest.raises(ValueError, match=r"no parameter matches '\*.typo'"):
         build_optimizer(new_model(), groups={"*.typo": {"lr": 0.1}})

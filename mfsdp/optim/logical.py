@@ -47,6 +47,12 @@ def check_matrix(optimizer: str, label: str, param: Tensor, rule: Split | SplitR
     if not param.is_floating_point():
         raise ValueError(f"{label} is {param.dtype}, but a matrix must be of a real floating-point dtype.")
     if rule is None:
+        if param.ndim > 2:
+            raise ValueError(
+                f"{label} has {param.ndim} dimensions, and nothing says which matrices it consists of. Pass plan= to "
+                f"mfsdp.optim.build_optimizer if the model's plan has a split for it, or the option split, such as "
+                f"mfsdp.planning.Stack()."
+            )
         if param.ndim != 2:
             raise ValueError(f"{label} has {param.ndim} dimensions: not a matrix. G{_ELSEWHERE}")
         return

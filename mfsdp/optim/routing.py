@@ -1,13 +1,15 @@
 """One optimizer for a whole model: matrices to a matrix optimizer, everything else to AdamW."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from mfsdp.optim.adamw import AdamW
@@ -68,15 +70,27 @@ class RoutedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, named if the others are; matrices and others become a group each.
 
-        Options in ``param_group`` besides ``"params"`` hold for each of these groups.
+        Options in ``param_group`` besides ``"params"`` hold for each of these groups. If it is refused, nothing
+        of it is added.
         """
         params = param_group["params"]
         entries = [params] if isinstance(params, Tensor) else list(params)
         options = {key: value for key, value in param_group.items() if key != "params"}
-        for part, recipe in self._recipes.items():
-            routed = [entry for entry in entries if self._part_for(entry) == part]
-            if routed:
-                self._add_to_part(part, recipe, {"params": routed, **options})
+        with ExitStack() as refused:
+            refused.callback(self._keep_groups, len(self.param_groups))
+            for part, recipe in self._recipes.items():
+                routed = [entry for entry in entries if self._part_for(entry) == part]
+                if routed:
+                    self._add_to_part(part, recipe, {"params": routed, **options})
+            refused.pop_all()
+
+    def _keep_groups(self, count: int) -> None:
+        """Drop all groups but the first ``count``, here and in the parts."""
+        del self.param_groups[count:], self._part_of_group[count:]
+        for name, part in list(self.parts.items()):
+            del part.param_groups[self._part_of_group.count(name) :]
+            if not part.param_groups:
+                del self.parts[name]
 
     def _part_for(self, entry: Tensor | tuple[str, Tensor]) -> str:
         name, param = entry if isinstance(entry, tuple) else ("", entry)
@@ -186,23 +200,28 @@ def build_optimizer(
             that match it, for instance ``{"*.norm.*": {"weight_decay": 0.0}}``. They become groups of their
             own, after the others; a parameter belongs to the first pattern that matches.
         plan: the model's, for the logical matrices in it (its ``splits``), which ``matrix`` must then take as the
-            option ``split``.
+            option ``split``. They are used only if the plan is passed here: a model sharded by a plan does not
+            know it any more.
         overlap: ``"backward"`` to step each parameter during backward, as soon as its gradient has arrived, and
             to free the gradient; ``step`` then only ends the step. The numbers are the same. It excludes
             clipping by global norm, closures, and accumulating gradients without saying which micro-batch is
             the last (``optimizer.backward_steps.is_last_microbatch``).
 
+    Parameters of ``FSDPModule`` that a forward pass has left unsharded are resharded first.
+
     Raises:
-        ValueError: an argument is not known, a pattern matches nothing, there are no parameters, or the
-            optimizers refuse a parameter or an argument.
+        TypeError: ``model`` is parameters without names.
+        ValueError: an argument is not known, a pattern matches nothing, there are no parameters, every matrix is
+            sharded so that no rank holds it whole, or the optimizers refuse a parameter or an argument.
     """
     if overlap not in (None, "backward"):
         raise ValueError(f"build_optimizer: overlap must be None or 'backward', not {overlap!r}.")
-    named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
+    named = _named_parameters(model)
     if plan is not None:
         roles = {name: entry.role for name, entry in plan.entries.items()}
     else:
         roles = _roles_by_name(model) if isinstance(model, nn.Module) else {}
+    _check_sharding(named, roles)
     optimizer = RoutedOptimizer(
         _grouped(named, groups or {}, plan),
         matrix=_Recipe(_matrix_class(matrix), dict(matrix_kwargs or {})),
@@ -212,6 +231,23 @@ def build_optimizer(
     if overlap == "backward":
         optimizer.backward_steps = BackwardSteps(optimizer.parts)
     return optimizer
+
+
+def _named_parameters(model: nn.Module | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    if isinstance(model, nn.Module):
+        for module in model.modules():
+            # A forward pass without backward leaves the root unsharded: its parameters are then plain for a time.
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return list(model.named_parameters())
+    named = list(model)
+    for entry in named:
+        if not isinstance(entry, tuple):
+            raise TypeError(
+                f"build_optimizer: parameters must come with their names, but there is a {type(entry).__name__} among "
+                f"them. Pass the module or model.named_parameters()."
+            )
+    return named
 
 
 def _grouped(
@@ -262,6 +298,21 @@ def _with_foreach(options: dict[str, Any]) -> dict[str, Any]:
 def _roles_by_name(model: nn.Module) -> dict[str, Role]:
     """Roles do not depend on the number of ranks, so that a plan for one tells them."""
     return {name: entry.role for name, entry in make_plan(model, 1).entries.items()}
+
+
+def _check_sharding(named: Sequence[tuple[str, Tensor]], roles: Mapping[str, Role]) -> None:
+    """Refuse a model none of whose matrices is whole anywhere: a matrix optimizer was asked for in vain."""
+    if any(_is_matrix(param, roles.get(name)) for name, param in named):
+        return
+    for name, param in named:
+        if roles.get(name) is Role.MATRIX and param.ndim == 2 and isinstance(param, DTensor):
+            for mesh_dim, placement in enumerate(param.placements):
+                if isinstance(placement, Shard):
+                    raise ValueError(
+                        f"build_optimizer: no parameter is a matrix that its owner holds whole: parameter {name!r} of "
+                        f"shape {tuple(param.shape)} is {placement!r} on mesh dimension {mesh_dim}. Shard the model "
+                        f"with mfsdp.fully_shard, which places matrices as OwnerShard, or use AdamW alone."
+                    )
 
 
 def _is_matrix(param: Tensor, role: Role | None) -> bool:

@@ -46,7 +46,7 @@ class Shampoo(PreconditionedOptimizer):
         max_preconditioner_dim: a side with more rows (or columns) than this has no factor.
         grafting: whose update's norm is taken: ``"adam"``, ``"sgd"``, or None for Shampoo's own.
         grafting_eps: added to the root of the second moment in Adam's update.
-        factor_dtype: of factors, roots and their arithmetic: float32 or float64, or such a name, which is what groups hold.
+        factor_dtype: of factors, roots and their arithmetic: float32 or float64, or such a name, which groups hold.
         split: what the logical matrices of a parameter are, see :class:`~mfsdp.optim.Muon`.
 
     Raises:

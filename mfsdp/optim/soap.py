@@ -41,7 +41,7 @@ class SOAP(PreconditionedOptimizer):
         weight_decay: decoupled weight decay.
         precondition_frequency: steps from one refinement of the bases to the next.
         max_preconditioner_dim: a side with more rows (or columns) than this keeps the standard basis.
-        factor_dtype: of factors, bases and their arithmetic: float32 or float64, or such a name, which is what groups hold.
+        factor_dtype: of factors, bases and their arithmetic: float32 or float64, or such a name, which groups hold.
         split: what the logical matrices of a parameter are, see :class:`~mfsdp.optim.Muon`.
 
     Raises:

@@ -1,0 +1,57 @@
+"""build_optimizer on models that are sharded by FSDP2, or are not sharded at the moment."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+import mfsdp
+from mfsdp.optim import build_optimizer
+from test_multiprocess.world import on_ranks
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Sequential(nn.Linear(6, 6)))
+
+
+@on_ranks(2)
+def test_matrices_of_fsdp2_are_not_given_to_adamw(mesh: DeviceMesh) -> None:
+    model = new_model()
+    torch_fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError) as refused:
+        build_optimizer(model)
+    assert_expected_inline(
+        str(refused.value),
+        """\
+build_optimizer: no parameter is a matrix that its owner holds whole: parameter '0.weight' of shape (6, 6) is \
+Shard(dim=0) on mesh dimension 0. Shard the model with mfsdp.fully_shard, which places matrices as OwnerShard, or \
+use AdamW alone.""",
+    )
+    embedding = nn.Sequential(nn.Embedding(8, 6))
+    torch_fully_shard(embedding, mesh=mesh)
+    assert list(build_optimizer(embedding).parts) == ["other"]
+
+
+@on_ranks(2)
+def test_after_a_forward_pass_that_left_the_root_unsharded(mesh: DeviceMesh) -> None:
+    model, reference = new_model(), new_model()
+    for each in (model, reference):
+        plan = mfsdp.plan(each, mesh)
+        mfsdp.fully_shard(each[2], mesh=mesh, plan=plan)
+        mfsdp.fully_shard(each, mesh=mesh, plan=plan)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    expected = build_optimizer(reference)
+    with torch.no_grad():
+        model(x)
+    assert not isinstance(model[0].weight, DTensor)
+    optimizer = build_optimizer(model)
+    for each, stepped in ((model, optimizer), (reference, expected)):
+        assert all(isinstance(param, DTensor) for group in stepped.param_groups for param in group["params"])
+        each(x).square().mean().backward()
+        stepped.step()
+    with torch.no_grad():
+        assert torch.equal(model(x), reference(x))
