@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import mfsdp
+from mfsdp.planning import COST_MODELS
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Setup:
 
 def with_mfsdp(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
     """This library: plan, shard block by block, one optimizer."""
-    plan = mfsdp.plan(model, mesh)
+    plan = mfsdp.plan(model, mesh, cost_model=COST_MODELS[args.optimizer]())
     policy = mixed_precision(args)
     for block in model.blocks:
         mfsdp.fully_shard(block, mesh=mesh, plan=plan, mp_policy=policy)

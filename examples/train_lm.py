@@ -29,6 +29,9 @@ from mfsdp.comm_counter import CommCounter
 LEARNING_RATES = {"muon": 0.04, "shampoo": 0.003, "soap": 0.001, "adamw": 0.001}
 """Of the matrices, by optimizer: the best of those tried on this example."""
 
+COUNTERS = {"step", "failures"}
+"""Names of optimizer state that is one number for each parameter; plans do not count it."""
+
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of a run; ``argv`` is by default the command line's."""
@@ -179,12 +182,12 @@ class Trainer:
         )
 
     def resident_bytes(self) -> int:
-        """Bytes that this rank holds: parameters, gradients and optimizer state, without step counts."""
+        """Bytes that this rank holds: parameters, gradients and optimizer state, without counters."""
         groups = [group for optimizer in self.setup.optimizers for group in optimizer.param_groups]
         params = [param for group in groups for param in group["params"]]
         states = [state for optimizer in self.setup.optimizers for state in optimizer.state.values()]
         held = [*params, *(param.grad for param in params)]
-        held += [value for state in states for name, value in state.items() if name != "step"]
+        held += [value for state in states for name, value in state.items() if name not in COUNTERS]
         locals_ = [value.to_local() if isinstance(value, DTensor) else value for value in held]
         return sum(local.numel() * local.element_size() for local in locals_ if local is not None)
 

@@ -77,15 +77,16 @@ def test_trains_and_reports(mesh: DeviceMesh, baseline: str) -> None:
         assert printed == ""
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @on_ranks(2, 3)
-def test_each_rank_holds_what_the_plan_says(mesh: DeviceMesh, world_size: int) -> None:
-    trainer, _ = trained(mesh, "mfsdp")
+def test_each_rank_holds_what_the_plan_says(mesh: DeviceMesh, world_size: int, optimizer: str) -> None:
+    trainer, _ = trained(mesh, "mfsdp", "--optimizer", optimizer)
     plan = trainer.setup.plan
     assert plan is not None
     assert trainer.resident_bytes() == plan.loads()[dist.get_rank()].resident_bytes
     held = torch.tensor(trainer.resident_bytes())
     dist.all_reduce(held)
-    whole, _ = trained(mesh, "ddp")
+    whole, _ = trained(mesh, "ddp", "--optimizer", optimizer)
     assert held.item() == whole.resident_bytes()
 
 
@@ -121,6 +122,8 @@ def test_more_ranks_agree_with_ddp(mesh: DeviceMesh, world_size: int, baseline: 
 @on_ranks(2)
 def test_other_matrix_optimizers_train(mesh: DeviceMesh, optimizer: str) -> None:
     trainer, _ = trained(mesh, "mfsdp", "--optimizer", optimizer, "--lr", "0.003")
+    assert trainer.setup.plan is not None
+    assert trainer.resident_bytes() == trainer.setup.plan.loads()[dist.get_rank()].resident_bytes
     assert trainer.result.comm.collectives == 0
     assert trainer.result.validation_losses[-1] < trainer.result.validation_losses[0] - 0.5
     with pytest.raises(ValueError, match="shampoo and soap are mfsdp's"):

@@ -347,7 +347,7 @@ mfsdp: --mesh 0x8 has 0 ranks, not the 8 of --world-size.
 mfsdp: bytes_cap=-5 must not be negative.
 mfsdp: bytes_cap=5: too large by itself: layers.0.mlp.up.weight (28311552), layers.0.mlp.down.weight (28311552), layers.1.mlp.up.weight (28311552) and 143 more (bytes in brackets). The smallest cap that works on 8 ranks is 206499840.
 mfsdp: unknown dtype 'int8'; known are fp64, fp32, fp16, bf16, float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz.
-mfsdp: argument --optimizer: invalid choice: 'sgd' (choose from 'muon', 'shampoo', 'soap')
+mfsdp: argument --optimizer: invalid choice: 'sgd' (choose from 'adamw', 'muon', 'shampoo', 'soap')
 mfsdp: DIR/absent.json: cannot be read (No such file or directory).
 mfsdp: [Errno 2] No such file or directory: 'DIR/absent/plan.html'""",
         )

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mfsdp.optim.adamw import AdamW
 from mfsdp.optim.muon import Muon
 from mfsdp.optim.shampoo import Shampoo
 from mfsdp.optim.soap import SOAP
 from mfsdp.planning import CostModel, MuonCost, ParameterSpec, PlanError, Role, plan
-from mfsdp.planning.cost import ADAMW_FLOPS, COST_MODELS, EIGH_FLOPS, Precision, ShampooCost, SoapCost
+from mfsdp.planning.cost import ADAMW_FLOPS, COST_MODELS, EIGH_FLOPS, AdamWCost, Precision, ShampooCost, SoapCost
 from mfsdp.planning.split import EqualBlocks
 
 
@@ -66,7 +67,10 @@ class TestFlops:
 
 
 class TestBytes:
-    @pytest.mark.parametrize(("kind", "cost"), [(Muon, MuonCost()), (Shampoo, ShampooCost()), (SOAP, SoapCost())])
+    @pytest.mark.parametrize(
+        ("kind", "cost"),
+        [(AdamW, AdamWCost()), (Muon, MuonCost()), (Shampoo, ShampooCost()), (SOAP, SoapCost())],
+    )
     def test_state_is_that_of_the_optimizer(self, kind: type[torch.optim.Optimizer], cost: CostModel) -> None:
         parameter = nn.Parameter(torch.randn(12, 20))
         parameter.grad = torch.randn(12, 20)
@@ -92,6 +96,12 @@ class TestBytes:
         fused = ParameterSpec("w", Role.MATRIX, (12, 4), torch.float32, split=split)
         assert MuonCost().transient_bytes(fused) == MuonCost().transient_bytes(matrix(4, 4))
         assert MuonCost().transient_bytes(matrix(4, 4)) == 16 * (4 + 2 * 2) + 2 * 2 * 16
+
+    def test_adamw_steps_a_matrix_as_it_steps_everything_else(self) -> None:
+        cost = AdamWCost(precision=Precision(master=torch.float32))
+        tail = ParameterSpec("b", Role.TAIL, (12, 4), torch.bfloat16)
+        for count in (cost.resident_bytes, cost.step_flops, cost.transient_bytes):
+            assert count(matrix(12, 4, torch.bfloat16)) == count(tail)
 
 
 class TestOwnModel:

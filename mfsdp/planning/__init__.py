@@ -4,7 +4,7 @@ Pure Python over names, shapes and dtypes; it knows no process group and runs on
 ``python -m mfsdp plan --help`` is the same from the command line.
 """
 
-from mfsdp.planning.cost import CostModel, MuonCost, Precision, ShampooCost, SoapCost
+from mfsdp.planning.cost import COST_MODELS, AdamWCost, CostModel, MuonCost, Precision, ShampooCost, SoapCost
 from mfsdp.planning.errors import PlanError
 from mfsdp.planning.loads import Imbalance, RankLoad
 from mfsdp.planning.planner import plan, plan_parameters, plan_specs
@@ -14,6 +14,8 @@ from mfsdp.planning.shard_plan import ShardPlan
 from mfsdp.planning.split import Blocks, BlocksOf, EqualBlocks, Flatten, Split, Stack
 
 __all__ = [
+    "COST_MODELS",
+    "AdamWCost",
     "Blocks",
     "BlocksOf",
     "CostModel",

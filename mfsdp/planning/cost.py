@@ -22,6 +22,7 @@ from mfsdp.planning.records import ParameterSpec, Role
 __all__ = [
     "ADAMW_FLOPS",
     "COST_MODELS",
+    "AdamWCost",
     "CostModel",
     "MuonCost",
     "Precision",
@@ -343,5 +344,28 @@ class SoapCost(_Preconditioned):
         return itemsize * max(3 * rows * columns, 3 * largest**2)
 
 
-COST_MODELS: dict[str, type[CostModel]] = {"muon": MuonCost, "shampoo": ShampooCost, "soap": SoapCost}
+@dataclass(frozen=True)
+class AdamWCost(CostModel):
+    """AdamW for matrices as for everything else: two moments, and the denominator as the only temporary."""
+
+    @property
+    def optimizer(self) -> str:
+        return "adamw"
+
+    def matrix_state(self, rows: int, columns: int) -> int:
+        return 2 * rows * columns
+
+    def matrix_flops(self, rows: int, columns: int) -> int:
+        return ADAMW_FLOPS * rows * columns
+
+    def matrix_transient(self, rows: int, columns: int, itemsize: int) -> int:
+        return rows * columns * itemsize
+
+
+COST_MODELS: dict[str, type[CostModel]] = {
+    "adamw": AdamWCost,
+    "muon": MuonCost,
+    "shampoo": ShampooCost,
+    "soap": SoapCost,
+}
 """The cost model of each optimizer that the library has, by the optimizer's name."""
