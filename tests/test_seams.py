@@ -109,3 +109,11 @@ def test_import_refuses_an_unsupported_torch() -> None:
         run.stderr.strip().splitlines()[-1],
         """ImportError: mfsdp works with torch >= 2.13 and < 2.15, and found torch 2.12.0. It extends internals of DTensor that differ between versions: install a supported torch, or an mfsdp release made for yours.""",
     )
+
+
+def test_dispatch_mode_of_the_counter() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    assert parameters(TorchDispatchMode.__torch_dispatch__) == ["self", "func", "types", "args", "kwargs"]
+    assert issubclass(FakeTensor, torch.Tensor)
