@@ -318,6 +318,12 @@ unknown dtype 'int8'; known are fp64, fp32, fp16, bf16, float64, float32, float1
         )
 
 
+@pytest.mark.parametrize("mesh", [None, "x", 2.0])
+def test_a_mesh_that_is_none(mesh: object) -> None:
+    with pytest.raises(TypeError, match=rf"mesh must be a DeviceMesh or a number of owners, not {mesh!r}"):
+        plan(gpt(1), mesh)  # type: ignore[arg-type]
+
+
 class TestTables(expecttest.TestCase):
     def test_small(self) -> None:
         self.assertExpectedInline(

@@ -1,6 +1,8 @@
 """``python -m mfsdp``: what it prints, what it writes, and how it fails."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -26,6 +28,11 @@ def tiny() -> nn.Module:
     model.qkv = nn.Linear(64, 192)
     model.experts = nn.Parameter(torch.empty(8, 64, 32))
     return model
+
+
+def failing() -> nn.Module:
+    """What --module finds here and cannot use."""
+    raise KeyError("no such size")
 
 
 def not_a_module() -> int:
@@ -240,9 +247,12 @@ class TestFiles:
         assert found["evenness"]["step_flops"]["ratio"] == pytest.approx(1.0, abs=0.05)
         assert [scheme["name"] for scheme in found["comparison"]][-1] == "mfsdp"
 
-    def test_plot_is_one_well_formed_file_with_every_matrix(self, tmp_path: Path) -> None:
+    def test_plot_is_one_well_formed_file_with_every_matrix(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         path = tmp_path / "plan.html"
         assert main(["plan", "--model", "gpt2-124m", "--world-size", "8", "--plot", str(path)]) == 0
+        assert capsys.readouterr().err == f"wrote {path}\n"
         html = path.read_text()
         assert "http" not in html
         assert "<script" not in html
@@ -275,6 +285,14 @@ class TestFiles:
         assert (bad.returncode, bad.stdout) == (2, "")
         assert bad.stderr == "mfsdp: --world-size 0 must be 1 or more.\n"
 
+    def test_a_reader_that_stops_reading_is_no_error(self) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        command = [sys.executable, "-m", "mfsdp", "plan", "--model", "gpt2-124m", "--world-size", "8"]
+        ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(writer)
+        assert (ended.returncode, ended.stderr) == (0, "")
+
 
 class TestErrors(expecttest.TestCase):
     @pytest.fixture(autouse=True)
@@ -288,34 +306,41 @@ class TestErrors(expecttest.TestCase):
             captured = self.capsys.readouterr()
             assert captured.out == ""
             assert captured.err.count("\n") == 1
-            lines.append(captured.err.replace(str(self.folder), "DIR"))
+            lines.append(re.sub(r", line \d+", ", line N", captured.err.replace(str(self.folder), "DIR")))
         return "".join(lines).rstrip("\n")
 
     def test_models(self) -> None:
         (self.folder / "config.json").write_text('{"model_type": "bert"}')
+        (self.folder / "short.json").write_text('{"model_type": "llama", "vocab_size": 8}')
         found = self.errors(
+            "",
             "--world-size 8",
             "--model gpt5 --world-size 8",
             "--model gpt2-124m --config DIR/config.json --world-size 8",
             "--config DIR/config.json --world-size 8",
+            "--config DIR/short.json --world-size 8",
             "--config DIR/absent.json --world-size 8",
             "--module tests.test_plan_cli --world-size 8",
             "--module tests.test_plan_cli:absent --world-size 8",
             "--module tests.absent:model --world-size 8",
             "--module tests.test_plan_cli:not_a_module --world-size 8",
+            "--module tests.test_plan_cli:failing --world-size 8",
         )
         self.assertExpectedInline(
             found,
             """\
-mfsdp: one of the arguments --model --config --module is required
+mfsdp: missing: --world-size, and one of --model, --config and --module.
+mfsdp: missing: one of --model, --config and --module.
 mfsdp: unknown model 'gpt5'; the catalogue has gpt2-124m, llama3-8b, llama3-70b, qwen3-14b, qwen3-32b, qwen3-30b-a3b.
 mfsdp: argument --config: not allowed with argument --model
 mfsdp: DIR/config.json: model_type 'bert' is of no known family; known are gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe. Plan the module itself with --module.
+mfsdp: DIR/short.json: 'hidden_size' is missing; it must be a positive integer.
 mfsdp: DIR/absent.json: cannot be read (No such file or directory).
 mfsdp: --module tests.test_plan_cli is not of the form PKG.MOD:FACTORY.
 mfsdp: --module tests.test_plan_cli:absent: tests.test_plan_cli has no function or class 'absent'.
 mfsdp: --module tests.absent:model: No module named 'tests.absent'.
-mfsdp: --module tests.test_plan_cli:not_a_module: it made a int, not an nn.Module.""",
+mfsdp: --module tests.test_plan_cli:not_a_module: it made a int, not an nn.Module.
+mfsdp: --module tests.test_plan_cli:failing: KeyError in test_plan_cli.py, line N: 'no such size'""",
         )
 
     def test_ranks_and_options(self) -> None:
@@ -337,7 +362,7 @@ mfsdp: --module tests.test_plan_cli:not_a_module: it made a int, not an nn.Modul
         self.assertExpectedInline(
             found,
             """\
-mfsdp: the following arguments are required: --world-size
+mfsdp: missing: --world-size.
 mfsdp: --world-size 0 must be 1 or more.
 mfsdp: --world-size -3 must be 1 or more.
 mfsdp: argument --world-size: invalid int value: 'many'
@@ -349,7 +374,7 @@ mfsdp: bytes_cap=5: too large by itself: layers.0.mlp.up.weight (28311552), laye
 mfsdp: unknown dtype 'int8'; known are fp64, fp32, fp16, bf16, float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz.
 mfsdp: argument --optimizer: invalid choice: 'sgd' (choose from 'adamw', 'muon', 'shampoo', 'soap')
 mfsdp: DIR/absent.json: cannot be read (No such file or directory).
-mfsdp: [Errno 2] No such file or directory: 'DIR/absent/plan.html'""",
+mfsdp: --plot DIR/absent/plan.html: cannot be written (No such file or directory).""",
         )
 
     def test_patterns(self) -> None:

@@ -137,6 +137,8 @@ class TestAdvice:
         (note,) = advice(plan(model, 2))
         assert "experts" in note
         assert "splits=" in note
+        assert " ".join(str(plan(model, 2)).split()).endswith(f"note: {note}")
+        assert "note:" not in str(plan(model, 2, splits={"experts": Stack()}))
         assert "spread_stacks" in "\n".join(advice(plan(model, 4, splits={"experts": Stack()})))
 
     def test_bounds_count_single_matrices_of_a_spread_stack(self) -> None:

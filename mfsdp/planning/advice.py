@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from mfsdp.planning.bounds import LowerBound, tight_lower_bound
 from mfsdp.planning.loads import loads_of
 from mfsdp.planning.records import MatrixShard, Role
+from mfsdp.planning.report import elementwise_note
 from mfsdp.planning.shard_plan import ShardPlan
 
 __all__ = ["advice", "bounds", "idle_ranks"]
@@ -44,12 +45,9 @@ def _matrices(plan: ShardPlan) -> list[MatrixShard]:
 def advice(plan: ShardPlan) -> Iterator[str]:
     """One sentence for each thing that a user should know about the plan; none for an even plan."""
     matrices = _matrices(plan)
-    tails = [entry.name for entry in plan.entries.values() if entry.role is Role.TAIL and len(entry.shape) > 2]
-    if tails:
-        yield (
-            f"{_number(len(tails), 'parameter')} of 3 or more dimensions stepped elementwise, such as {tails[0]}; "
-            f"name the matrices with splits= if there are any in it."
-        )
+    elementwise = elementwise_note(plan)
+    if elementwise:
+        yield elementwise
     if not matrices:
         return
     flops, _ = bounds(plan)

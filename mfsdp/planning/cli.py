@@ -3,8 +3,11 @@
 import argparse
 import importlib
 import json
+import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -39,12 +42,17 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m mfsdp", description="Who will own what, before you own a cluster.")
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("plan", help="plan a model for a number of ranks")
-    model = command.add_mutually_exclusive_group(required=True)
+    command = commands.add_parser(
+        "plan",
+        help="plan a model for a number of ranks",
+        usage="%(prog)s (--model NAME | --config FILE | --module PKG.MOD:FACTORY) --world-size N [options]",
+    )
+    # What is required is checked by _check_required, which names all that is missing at once.
+    model = command.add_mutually_exclusive_group()
     model.add_argument("--model", metavar="NAME", help=f"a public model: {', '.join(model_names())}")
     model.add_argument("--config", metavar="FILE", type=Path, help="a config.json in Hugging Face style")
     model.add_argument("--module", metavar="PKG.MOD:FACTORY", help="a function that makes an nn.Module")
-    command.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    command.add_argument("--world-size", type=int, metavar="N", help="number of ranks")
     command.add_argument("--mesh", metavar="GxS", help="replicas x owners; by default 1 x N")
     command.add_argument("--optimizer", choices=sorted(COST_MODELS), default="muon")
     command.add_argument(
@@ -64,6 +72,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", default="cpu")
     command.add_argument("--out", type=Path, required=True, metavar="FILE")
     return parser
+
+
+def _check_required(arguments: argparse.Namespace) -> None:
+    missing = []
+    if arguments.world_size is None:
+        missing.append("--world-size")
+    if not (arguments.model or arguments.config or arguments.module):
+        missing.append("one of --model, --config and --module")
+    if missing:
+        raise PlanError(f"missing: {', and '.join(missing)}.")
 
 
 def _mesh(text: str | None, world_size: int) -> tuple[int, int]:
@@ -121,19 +139,30 @@ def _splits(values: Sequence[str]) -> dict[str, SplitRule]:
     return {pattern: _rule(choice) for pattern, choice in _pairs("--split", values).items()}
 
 
+@contextmanager
+def _foreign_code(text: str) -> Iterator[None]:
+    """Code of the user's inside, which may raise anything; here it ends as a line that says where."""
+    try:
+        yield
+    except ImportError as error:
+        raise PlanError(f"--module {text}: {error}.") from error
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}, line {last.lineno}"
+        raise PlanError(f"--module {text}: {type(error).__name__} in {where}: {error}") from error
+
+
 def _module(text: str) -> nn.Module:
     """The module that ``pkg.mod:factory`` makes, on the meta device."""
     path, colon, name = text.partition(":")
     if not colon:
         raise PlanError(f"--module {text} is not of the form PKG.MOD:FACTORY.")
     sys.path.insert(0, str(Path.cwd()))
-    try:
+    with _foreign_code(text):
         factory = vars(importlib.import_module(path)).get(name)
-    except ImportError as error:
-        raise PlanError(f"--module {text}: {error}.") from None
     if not callable(factory):
         raise PlanError(f"--module {text}: {path} has no function or class {name!r}.")
-    with torch.device("meta"):
+    with _foreign_code(text), torch.device("meta"):
         module = factory()
     if not isinstance(module, nn.Module):
         raise PlanError(f"--module {text}: it made a {type(module).__name__}, not an nn.Module.")
@@ -187,7 +216,17 @@ class _Mesh:
         self.shape = shape
 
 
+def _write(option: str, path: Path, text: str) -> None:
+    """Write a file that ``option`` names, and say so where it is in nobody's way."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{option} {path}: cannot be written ({error.strerror}).") from None
+    print(f"wrote {path}", file=sys.stderr)
+
+
 def _plan(arguments: argparse.Namespace) -> None:
+    _check_required(arguments)
     master = parse_dtype(arguments.master) if arguments.master else None
     cost_model = COST_MODELS[arguments.optimizer](precision=Precision(master=master))
     rates = Rates.load(arguments.rates) if arguments.rates else None
@@ -195,7 +234,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     summary = Summary(made, cost_model, rates, capped=arguments.bytes_cap is not None)
     if arguments.plot:
         title = arguments.model or arguments.module or arguments.config.name
-        arguments.plot.write_text(plot(made, title), encoding="utf-8")
+        _write("--plot", arguments.plot, plot(made, title))
     print(json.dumps(summary.json(), indent=1) if arguments.json else summary.text())
 
 
@@ -209,6 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(rates)
         else:
             _plan(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, for instance head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     except PlanError as error:
         print(f"mfsdp: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -36,6 +36,8 @@ class Config:
         value = self.fields.get(name)
         if value is None:
             value = default
+        if value is None:
+            raise PlanError(f"{self.source}: {name!r} is missing; it must be a positive integer.")
         if type(value) is not int or value < 1:
             raise PlanError(f"{self.source}: {name!r} must be a positive integer, not {value!r}.")
         return value

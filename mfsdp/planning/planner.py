@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from mfsdp.planning.shard_plan import ShardPlan
 __all__ = ["Mesh", "plan", "plan_parameters", "plan_specs"]
 
 
+@runtime_checkable
 class Mesh(Protocol):
     """What the planner reads of a ``DeviceMesh``."""
 
@@ -34,6 +35,8 @@ class Mesh(Protocol):
 
 def _sizes(mesh: Mesh | int) -> tuple[int, int]:
     """(replicas, owners) of ``mesh``."""
+    if not isinstance(mesh, int | Mesh):
+        raise TypeError(f"plan: mesh must be a DeviceMesh or a number of owners, not {mesh!r}.")
     shape = (mesh,) if isinstance(mesh, int) else tuple(mesh.shape)
     if not 1 <= len(shape) <= 2:
         raise PlanError(
@@ -212,6 +215,7 @@ def plan(
             owned by several ranks where that is more even.
 
     Raises:
+        TypeError: ``mesh`` is neither a mesh nor a number.
         PlanError: a parameter that cannot be planned (integer, complex, lazy), a role or split that its shape
             does not allow, a pattern that matches nothing, a mesh that is no mesh of owners, or a cap that
             cannot be kept.

@@ -14,7 +14,7 @@ from mfsdp.planning.records import MatrixShard, Role
 if TYPE_CHECKING:
     from mfsdp.planning.shard_plan import ShardPlan
 
-__all__ = ["format_bytes", "format_count", "format_flops", "grid", "table"]
+__all__ = ["elementwise_note", "format_bytes", "format_count", "format_flops", "grid", "page", "table"]
 
 WIDTH = 100
 _ALL_ENTRIES = 40
@@ -199,3 +199,20 @@ def table(plan: "ShardPlan") -> str:
         _entries(plan),
     ]
     return "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def elementwise_note(plan: "ShardPlan") -> str | None:
+    """That parameters of 3 or more dimensions are stepped elementwise, if any are."""
+    tails = [entry.name for entry in plan.entries.values() if entry.role is Role.TAIL and len(entry.shape) > 2]
+    if not tails:
+        return None
+    return (
+        f"{len(tails)} parameter{'s' * (len(tails) > 1)} of 3 or more dimensions stepped elementwise, such as "
+        f"{tails[0]}; name the matrices with splits= if there are any in it."
+    )
+
+
+def page(plan: "ShardPlan") -> str:
+    """The table, and below it what the user may not have meant."""
+    note = elementwise_note(plan)
+    return "\n\n".join([table(plan), *([fill(f"note: {note}", WIDTH, subsequent_indent="  ")] if note else [])])

@@ -80,7 +80,7 @@ class ShardPlan:
         return f"ShardPlan({size}, hash={self.hash()[:12]})"
 
     def __str__(self) -> str:
-        return report.table(self)
+        return report.page(self)
 
     @cached_property
     def _loads(self) -> tuple[RankLoad, ...]:
