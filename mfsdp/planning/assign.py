@@ -150,14 +150,17 @@ def _assign_matrices(items: Items, ranks: Ranks, cap: int, owners: list[int]) ->
     content = _best_content(sizes, [len(classes[size]) for size in sizes], ranks, cap)
     ranks.flops, ranks.nbytes = content.flops, content.nbytes
     wanted: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    by_size = [classes[size] for size in sizes]
     for rank, counter in enumerate(content.counts):
         for size, count in counter.items():
-            numbers = classes[sizes[size]]
+            numbers = by_size[size]
             if len(numbers) > 1:
                 wanted[size][rank] = count
                 continue
-            owners[numbers[0]] = rank  # one of its kind: nothing to choose
-            ranks.join_unit(items.units[numbers[0]], items.nbytes[numbers[0]], rank)
+            number = numbers[0]  # one of its kind: nothing to choose
+            owners[number] = rank
+            held = ranks.units[items.units[number]]
+            held[rank] = held.get(rank, 0) + items.nbytes[number]
     for size in sorted(wanted):
         _spread(items, classes[sizes[size]], wanted[size], ranks, owners)
 

@@ -10,7 +10,7 @@ Below, a matrix is ``(m, n)``; where only the smaller and the larger of the two 
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -108,6 +108,13 @@ class Stepped:
         return self.count * self.rows * self.columns
 
 
+def _over_matrices(spec: ParameterSpec, cost: Callable[[int, int], int]) -> int:
+    """The sum of ``cost(rows, columns)`` over the logical matrices of a parameter."""
+    if spec.split is None:  # most of a hundred thousand parameters
+        return cost(spec.shape[0], spec.shape[1])
+    return sum(count * cost(rows, columns) for count, rows, columns in spec.matrices())
+
+
 @dataclass(frozen=True)
 class CostModel(ABC):
     """What keeping and stepping one parameter costs, over all ranks that have a part of it.
@@ -160,7 +167,7 @@ class CostModel(ABC):
         if not spec.trainable:
             return kept
         if spec.role is Role.MATRIX:
-            elements = sum(count * self.matrix_state(rows, columns) for count, rows, columns in spec.matrices())
+            elements = _over_matrices(spec, self.matrix_state)
         else:
             elements = 2 * spec.numel
         return kept + elements * self.precision.state_size(spec.dtype)
@@ -171,7 +178,7 @@ class CostModel(ABC):
             return 0
         if spec.role is not Role.MATRIX:
             return ADAMW_FLOPS * spec.numel
-        return sum(count * self.matrix_flops(rows, columns) for count, rows, columns in spec.matrices())
+        return _over_matrices(spec, self.matrix_flops)
 
     def transient_bytes(self, spec: ParameterSpec) -> int:
         """Bytes alive at once while the parameter is stepped, beside what is kept.
