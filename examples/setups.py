@@ -91,8 +91,6 @@ def torch_optimizers(model: nn.Module, matrices: set[str], args: argparse.Namesp
     named = list(model.named_parameters())
     chosen = [param for name, param in named if name in matrices]
     others = [param for name, param in named if name not in matrices]
-    if args.overlap or args.optimizer not in ("muon", "adamw"):
-        raise ValueError("--overlap and --optimizer shampoo and soap are mfsdp's; the baselines are torch's own.")
     first: Optimizer
     if args.optimizer == "muon":
         first = torch.optim.Muon(chosen, lr=args.lr)

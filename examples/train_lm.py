@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from arguments import check, parse
 from corpus import Corpus, load
 from gpt import GPT
 from setups import SETUPS, Setup
@@ -26,40 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from mfsdp.comm_counter import CommCounter
 
-LEARNING_RATES = {"muon": 0.04, "shampoo": 0.003, "soap": 0.001, "adamw": 0.001}
-"""Of the matrices, by optimizer: the best of those tried on this example."""
-
 COUNTERS = {"step", "failures"}
 """Names of optimizer state that is one number for each parameter; plans do not count it."""
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments of a run; ``argv`` is by default the command line's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--steps", type=int, default=200)
-    add("--seed", type=int, default=0)
-    add("--data", help="text: a file or a folder (default: the Python standard library's sources)")
-    add("--optimizer", choices=list(LEARNING_RATES), default="muon", help="what steps the matrices")
-    add("--overlap", action="store_true", help="step in backward, as gradients arrive (mfsdp only)")
-    add("--baseline", choices=list(SETUPS), default="mfsdp", help="what shards the model")
-    add("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the computation; parameters are fp32")
-    add("--lr", type=float, help="learning rate of the matrices (default: what suits the optimizer here)")
-    add("--other-lr", type=float, default=0.003, help="learning rate of everything else, which AdamW steps")
-    add("--warmup", type=int, default=10, help="steps in which the learning rates rise; then they fall to 0")
-    add("--batch", type=int, default=24, help="sequences per step, over all ranks together")
-    add("--context", type=int, default=128, help="bytes in a sequence")
-    add("--width", type=int, default=192)
-    add("--layers", type=int, default=4)
-    add("--heads", type=int, default=6)
-    add("--report-every", type=int, default=20, help="steps from one progress line to the next")
-    args = parser.parse_args(argv)
-    for name in ("steps", "batch", "context", "width", "layers", "heads", "report_every"):
-        if vars(args)[name] < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, but is {vars(args)[name]}")
-    if args.lr is None:
-        args.lr = LEARNING_RATES[args.optimizer]
-    return args
 
 
 @dataclass
@@ -83,8 +52,7 @@ class Trainer:
     """The loop: the same whatever shards the model."""
 
     def __init__(self, args: argparse.Namespace, mesh: DeviceMesh) -> None:
-        if args.batch % mesh.size():
-            raise ValueError(f"--batch {args.batch} must be a multiple of the number of ranks, {mesh.size()}.")
+        check(args, mesh.size())
         self.args, self.mesh = args, mesh
         self.corpus: Corpus = load(args.data, args.context)
         torch.manual_seed(args.seed)  # every rank starts from the same weights
@@ -236,9 +204,9 @@ def say(message: str = "") -> None:
 
 
 def main() -> None:
-    args = parse()
+    args = parse(ranks=int(os.environ.get("WORLD_SIZE", 1)))  # torchrun sets it
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if "RANK" in os.environ:  # torchrun sets it
+    if "RANK" in os.environ:  # and this
         dist.init_process_group()
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 STAND_IN = """\
 #!/bin/bash
 if [ "$1" = "-c" ]; then exec {python} "$@"; fi
+case "$1" in *arguments.py) exec {python} "$@" ;; esac
 if [ "$1" = "--version" ]; then echo "Python 3.11.9"; exit; fi
 if [ "$1 $2" = "-m venv" ]; then mkdir -p "$4/bin" && cp "$0" "$4/bin/python"; exit; fi
 echo "${{@:2}}" >>{log}
@@ -37,6 +38,8 @@ class Clone:
         self.root.mkdir()
         for name in ("ci", ".ci"):
             shutil.copytree(ROOT / name, self.root / name)
+        (self.root / "examples").mkdir()
+        shutil.copy(ROOT / "examples/arguments.py", self.root / "examples")
         (self.root / "pyproject.toml").write_text("[project]\n")
         self.log = folder / "log"
         self.bin = folder / "bin"
@@ -126,6 +129,7 @@ def test_python_too_old_or_absent(clone: Clone) -> None:
 def test_train_passes_arguments_on_from_any_folder(clone: Clone, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
+    (elsewhere / "my text").mkdir()
     assert clone.run("ci/train", "--steps", "7", "--data", "my text", cwd=elsewhere).returncode == 0
     run = clone.ran()[-1]
     assert run.startswith("torch.distributed.run --standalone --nproc-per-node 2 ")
@@ -136,6 +140,30 @@ def test_train_passes_arguments_on_from_any_folder(clone: Clone, tmp_path: Path)
         result = clone.run("ci/train", NPROC=wrong)
         assert result.returncode == 1
         assert f"NPROC must be a positive number of ranks, not '{wrong}'" in result.stderr
+
+
+def test_train_tells_a_mistake_once_and_starts_nothing(clone: Clone) -> None:
+    assert clone.run("ci/train").returncode == 0
+    assert clone.ran()[-1].startswith("torch.distributed.run")
+    for wrong, message in (
+        (["--batch", "25"], "--batch 25 must be a multiple of the number of ranks, 2.\n"),
+        (["--data", "no such"], "--data no such: there is no such file or folder.\n"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'\n"),
+    ):
+        result = clone.run("ci/train", *wrong)
+        assert result.returncode == 2
+        assert (result.stdout, result.stderr) == ("", f"train_lm: {message}")
+        assert clone.ran() == []
+    shown = clone.run("ci/train", "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.count("usage: train_lm") == 1
+    assert clone.ran() == []
+
+
+def test_the_arguments_are_checked_without_torch() -> None:
+    program = "import sys, arguments; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT / "examples", capture_output=True, text=True)
+    assert found.stdout == "False\n", found.stderr
 
 
 def test_test_passes_arguments_and_the_exit_code_on(clone: Clone) -> None:
