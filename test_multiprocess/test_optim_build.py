@@ -1,14 +1,22 @@
-"""build_optimizer on models that are sharded by FSDP2, or are not sharded at the moment."""
+"""build_optimizer on models that are sharded by FSDP2, or not sharded at the moment, and its state across ranks."""
+
+import copy
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import mfsdp
+from mfsdp.dtensor import local_tensor
 from mfsdp.optim import build_optimizer
 from test_multiprocess.world import on_ranks
 
@@ -55,3 +63,46 @@ def test_after_a_forward_pass_that_left_the_root_unsharded(mesh: DeviceMesh) -> 
         stepped.step()
     with torch.no_grad():
         assert torch.equal(model(x), reference(x))
+
+
+@on_ranks(2)
+def test_state_of_another_optimizer_is_refused_on_owners_and_others(mesh: DeviceMesh) -> None:
+    model = new_model()
+    mfsdp.fully_shard(model, mesh=mesh, plan=mfsdp.plan(model, mesh))
+    soap = build_optimizer(model, matrix="soap")
+    model(torch.ones(2, 6)).sum().backward()
+    soap.step()
+    with pytest.raises(
+        ValueError, match=r"Muon: the state to be loaded for parameter '0\.weight' has no 'momentum_buffer'"
+    ):
+        build_optimizer(model).load_state_dict(soap.state_dict())
+
+
+@pytest.mark.parametrize("matrix", ["muon", "shampoo", "soap"])
+@on_ranks(2)
+def test_full_state_dicts_continue_bit_for_bit(mesh: DeviceMesh, matrix: str) -> None:
+    model = new_model()
+    mfsdp.fully_shard(model, mesh=mesh, plan=mfsdp.plan(model, mesh))
+    options = StateDictOptions(full_state_dict=True)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    first = build_optimizer(model, matrix=matrix)
+    model(x).square().mean().backward()
+    first.step()
+    first.zero_grad()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, first, options=options))
+    second = build_optimizer(model, matrix=matrix)
+    set_optimizer_state_dict(model, second, saved, options=options)
+    before = [local_tensor(param).clone() for param in model.parameters()]
+    results = []
+    model(x).square().mean().backward()
+    grads = [param.grad for param in model.parameters()]
+    for optimizer in (first, second):
+        with torch.no_grad():
+            for param, value, grad in zip(model.parameters(), before, grads, strict=True):
+                local_tensor(param).copy_(value)
+                param.grad = grad
+        optimizer.step()
+        results.append([local_tensor(param).clone() for param in model.parameters()])
+    for found, expected, old in zip(*results, before, strict=True):
+        assert torch.equal(found, expected)
+        assert not found.numel() or not torch.equal(found, old)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -82,3 +83,33 @@ def test_a_state_dict_with_a_dtype_still_loads(optimizer: type[Any], option: str
     resumed.load_state_dict(saved)
     assert resumed.param_groups[0][option] == "float64"
     resumed.step()
+
+
+@pytest.mark.parametrize("loading", MATRIX)
+@pytest.mark.parametrize("saving", MATRIX)
+def test_state_of_another_optimizer_is_refused(saving: str, loading: str) -> None:
+    model = new_model()
+    first, second = build_optimizer(model, matrix=saving), build_optimizer(model, matrix=loading)
+    train(model, first)
+    saved = first.state_dict()
+    if saving == loading:
+        second.load_state_dict(saved)
+        return
+    with pytest.raises(ValueError, match=r"the state to be loaded for parameter '0\.weight' has no"):
+        second.load_state_dict(saved)
+    assert not second.state
+
+
+def test_the_missing_entry_is_named() -> None:
+    params = [nn.Parameter(torch.eye(3))]
+    params[0].grad = torch.ones(3, 3)
+    optimizer = Muon(params)
+    optimizer.step()
+    with pytest.raises(ValueError) as refused:
+        Shampoo(params).load_state_dict(optimizer.state_dict())
+    assert_expected_inline(
+        str(refused.value),
+        """\
+Shampoo: the state to be loaded for parameter 0 of its group has no 'step', only 'momentum_buffer'. Load the state of \
+the same optimizer with the same options.""",
+    )

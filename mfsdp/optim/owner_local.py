@@ -1,7 +1,7 @@
 """What the optimizers here share: they step local tensors, on the ranks that hold them, and on no other."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,10 +91,36 @@ class OwnerLocalOptimizer(Optimizer):
         """Load the optimizer state; every tensor keeps the dtype that it was saved in.
 
         Options that the state dict does not have stay as they are, and ``split`` always does.
+
+        Raises:
+            ValueError: the state of a parameter lacks an entry: it is another optimizer's.
         """
         state_dict = completed_groups(state_dict, self.param_groups, [self.defaults] * len(self.param_groups))
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            self.check_state(group, saved, state_dict["state"])
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
+
+    def check_state(self, group: dict[str, Any], saved: dict[str, Any], states: Mapping[Any, Any]) -> None:
+        """Check that the state to be loaded for a group has the entries that a step needs, on every rank alike.
+
+        Args:
+            group: the optimizer's.
+            saved: the options to be loaded for it, with its parameters as keys of ``states``.
+            states: saved state by parameter; a parameter that was never stepped has none.
+
+        Raises:
+            ValueError: an entry is missing.
+        """
+        for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
+            state = states.get(key)
+            missing = [name for name in self._new_state(saved, param) if name not in state] if state else []
+            if missing:
+                raise ValueError(
+                    f"{type(self).__name__}: the state to be loaded for {param_label(group, index)} has no "
+                    f"{missing[0]!r}, only {', '.join(map(repr, state))}. Load the state of the same optimizer with "
+                    f"the same options."
+                )
 
     def _collect(self, group: dict[str, Any], indices: Iterable[int]) -> tuple[list[LocalUpdate], list[dict[str, Any]]]:
         owned: list[LocalUpdate] = []

@@ -16,7 +16,7 @@ from mfsdp.optim.adamw import AdamW
 from mfsdp.optim.backward_steps import BackwardSteps
 from mfsdp.optim.group_options import completed_groups, saved_groups
 from mfsdp.optim.muon import Muon
-from mfsdp.optim.owner_local import restore_dtypes
+from mfsdp.optim.owner_local import OwnerLocalOptimizer, restore_dtypes
 from mfsdp.optim.shampoo import Shampoo
 from mfsdp.optim.soap import SOAP
 from mfsdp.placements import OwnerShard
@@ -152,9 +152,17 @@ class RoutedOptimizer(Optimizer):
         """Load the optimizer state; every tensor keeps the dtype that it was saved in.
 
         Options that the state dict does not have stay as they are, and ``split`` always does.
+
+        Raises:
+            ValueError: the state of a parameter lacks an entry: it is another optimizer's.
         """
         options = [self.parts[part].defaults for part in self._part_of_group]
         state_dict = completed_groups(state_dict, self.param_groups, options)
+        to_load = state_dict["param_groups"]
+        for name, group, saved in zip(self._part_of_group, self.param_groups, to_load, strict=False):
+            part = self.parts[name]
+            if isinstance(part, OwnerLocalOptimizer):
+                part.check_state(group, saved, state_dict["state"])
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
 
