@@ -39,7 +39,7 @@ def assert_equal(a: nn.Module, b: nn.Module) -> None:
 
 @pytest.mark.parametrize("options", [{"full_state_dict": True}, {"cpu_offload": True}])
 @pytest.mark.parametrize("matrix", MATRIX)
-def test_distributed_state_dicts_hold_and_restore_it(matrix: str, options: dict[str, bool]) -> None:
+def test_distributed_state_dicts_hold_and_restore_it(matrix: str, options: dict[str, Any]) -> None:
     straight, resumed = new_model(), new_model()
     kwargs: dict[str, Any] = {"matrix": matrix, "matrix_kwargs": {"split": EqualBlocks(2)}}
     if matrix == "muon":

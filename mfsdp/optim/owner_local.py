@@ -113,7 +113,7 @@ class OwnerLocalOptimizer(Optimizer):
             ValueError: an entry is missing.
         """
         for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
-            state = states.get(key)
+            state = states.get(key, {})
             missing = [name for name in self._new_state(saved, param) if name not in state] if state else []
             if missing:
                 raise ValueError(
