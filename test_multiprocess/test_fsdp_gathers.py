@@ -189,3 +189,14 @@ def test_what_a_lanes_job_raises_is_raised_where_it_is_waited_for(mesh: DeviceMe
     done: list[int] = []
     lane.run(lambda: done.append(1)).wait()  # it goes on
     assert done == [1]
+
+
+@on_ranks(4)
+def test_ranks_may_be_in_different_numbers_of_groups(mesh: DeviceMesh) -> None:
+    """A lane is made all the same: torch's hashed names of groups count the groups that a rank is in."""
+    for some in ([1, 3], [3, 1], [2, 0, 1]):
+        DeviceMesh("cpu", some)
+    lane = Lane(ShardGroup.of(mesh, 0))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=lane.group)
+    assert total.item() == 4

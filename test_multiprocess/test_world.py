@@ -26,6 +26,6 @@ fail_on_rank_1.on_rank = fail_on_rank_1  # type: ignore[attr-defined]
 
 
 def test_a_failing_rank_is_named_and_the_world_replaced(worlds: Worlds) -> None:
-    with pytest.raises(AssertionError, match="--- rank 1 ---(.|\n)*a fault of rank 1 alone"):
+    with pytest.raises(AssertionError, match=r"--- rank 1 ---(.|\n)*a fault of rank 1 alone"):
         worlds.get(2).run(__name__, "fail_on_rank_1", {}, timeout=60)
     test_every_rank_runs(worlds=worlds, world_size=2)

@@ -37,11 +37,14 @@ class Lane:
 
     def __init__(self, ranks: ShardGroup) -> None:
         options = ranks.group._get_backend(torch.device("cpu")).options
+        # Between some ranks only, torch names a group after the number of groups that a rank is in, so that there the
+        # members must be in equally many. Where everybody takes part that need not be so.
+        everybody = ranks.size == dist.get_world_size()
         self.group: dist.ProcessGroup = dist.new_group(
             list(ranks.ranks),
             backend="gloo",
             timeout=options._timeout,
-            use_local_synchronization=True,
+            use_local_synchronization=not everybody,
             group_desc="mfsdp_gather",
         )
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
