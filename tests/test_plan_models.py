@@ -241,7 +241,7 @@ DIR/absent.json: cannot be read (No such file or directory).
 DIR/config.json: model_type 'bert' is of no known family; known are gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe. Plan the module itself with --module.
 DIR/config.json: model_type None is of no known family; known are gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe. Plan the module itself with --module.
 DIR/config.json: a model config is a JSON object, not a list.
-DIR/config.json: 'vocab_size' must be a positive integer, not None.
+DIR/config.json: 'vocab_size' is missing; it must be a positive integer.
 DIR/config.json: 'num_hidden_layers' must be a positive integer, not -1.
 DIR/config.json: not a JSON file (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)).""",
         )

@@ -236,8 +236,8 @@ class MuonCost(CostModel):
     def rank_transient(self, matrices: Sequence[Stepped]) -> int:
         updates = iterates = squares = 0
         for batch in _batches(matrices, self.batch_elements):
-            copy = 2 * max(matrix.numel for matrix in batch)
-            updates = max(updates, copy + sum(matrix.numel * matrix.itemsize for matrix in batch))
+            # one update at a time, and its copy in bf16: each is read before the next one is made
+            updates = max(updates, max(matrix.numel * (matrix.itemsize + 2) for matrix in batch))
             iterates = max(iterates, sum(matrix.numel for matrix in batch))
             squares = max(squares, sum(matrix.count * min(matrix.rows, matrix.columns) ** 2 for matrix in batch))
         return updates + 2 * 2 * iterates + 2 * 2 * squares
