@@ -7,6 +7,7 @@ with torch.optim.Muon on full matrices).
 """
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -216,6 +217,7 @@ def main() -> None:
         say(f"train_lm: {error}")
         sys.exit(2)
     finally:
+        gc.collect()  # sharded modules are cycles; what they hold of the group must not outlive it
         dist.destroy_process_group()
 
 
