@@ -94,20 +94,14 @@ def test_functional_collectives() -> None:
     assert counted(lambda: waited(funcol.all_reduce(x, "sum", group))) == {"all_reduce": (1, BYTES)}
     assert counted(lambda: waited(funcol.broadcast(x, 0, group))) == {"broadcast": (1, BYTES)}
     assert counted(lambda: waited(funcol.all_gather_tensor(x, 0, group))) == {"all_gather": (1, BYTES)}
-    assert counted(lambda: waited(funcol.reduce_scatter_tensor(x, "sum", 0, group))) == {
-        "reduce_scatter": (1, BYTES)
-    }
-    assert counted(lambda: waited(funcol.all_to_all_single(x, [3, 3], [3, 3], group))) == {
-        "all_to_all": (1, BYTES)
-    }
+    assert counted(lambda: waited(funcol.reduce_scatter_tensor(x, "sum", 0, group))) == {"reduce_scatter": (1, BYTES)}
+    assert counted(lambda: waited(funcol.all_to_all_single(x, [3, 3], [3, 3], group))) == {"all_to_all": (1, BYTES)}
 
     functional, peer = torch.ops._c10d_functional, 1 - rank
     if rank == 0:
         assert counted(lambda: waited(functional.isend(x, peer, 0, group.group_name))) == {"send": (1, BYTES)}
     else:
-        assert counted(lambda: waited(functional.irecv(six(), peer, 0, group.group_name))) == {
-            "recv": (1, BYTES)
-        }
+        assert counted(lambda: waited(functional.irecv(six(), peer, 0, group.group_name))) == {"recv": (1, BYTES)}
 
 
 @on_ranks(2)
