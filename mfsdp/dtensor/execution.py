@@ -23,7 +23,7 @@ from mfsdp.dtensor.alignment import CONCATENATIONS, Operand, align
 from mfsdp.dtensor.metadata import OutputMeta, Outputs, ValueDependentError, output_metadata
 from mfsdp.dtensor.moving import moved, replicated_together
 from mfsdp.dtensor.schema import argument, operands, traits
-from mfsdp.dtensor.specs import Owners, dim_name, has_owner, holds, output_spec, with_owners, without_owners
+from mfsdp.dtensor.specs import Owners, dim_name, holds, is_whole, output_spec, with_owners, without_owners
 from mfsdp.placements import is_owner
 
 
@@ -48,21 +48,13 @@ def execute(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         args, kwargs = _map_dtensors(lambda tensor: moved(tensor, next(targets)), args, kwargs)
         return op(*args, **kwargs)
     mesh = found[0][0].device_mesh
-    whole = all(is_whole(tensor, alignment.owners) for tensor, _ in found)
+    whole = all(is_whole(tensor._spec, alignment.owners) for tensor, _ in found)
     if not whole and traits(op).is_value:
         # a Python value is the same on every rank: of the whole tensors, not of a shard or a partial sum
         args, kwargs = _map_dtensors(lambda tensor: moved(tensor, _whole(tensor)), args, kwargs)
     if whole or traits(op).is_value:
         return _execute_plain(op, args, kwargs, mesh, alignment.owners)
     return execute_sharded(op, args, kwargs, mesh, alignment.owners)
-
-
-def is_whole(tensor: DTensor, owners: Owners) -> bool:
-    """Whether the local tensor at the owners' coordinate is the whole tensor."""
-    return all(
-        owner is not None or isinstance(placement, Replicate)
-        for placement, owner in zip(tensor.placements, owners, strict=True)
-    )
 
 
 def _map_dtensors(
@@ -305,8 +297,3 @@ def _rewrap_first(
         first._local_tensor = result
     first._spec = spec
     return return_and_correct_aliasing(op, args, kwargs, first)
-
-
-def is_owned(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor with an owner dimension."""
-    return isinstance(tensor, DTensor) and has_owner(tensor._spec)

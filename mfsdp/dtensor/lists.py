@@ -17,7 +17,7 @@ from mfsdp.dtensor.alignment import Operand, align
 from mfsdp.dtensor.metadata import OutputMeta, output_metadata
 from mfsdp.dtensor.moving import moved
 from mfsdp.dtensor.schema import traits
-from mfsdp.dtensor.specs import Owners, has_owner, holds, output_spec, owners_of
+from mfsdp.dtensor.specs import Owners, has_owner, holds, is_whole, output_spec, owners_of
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,20 @@ class ListCall:
             if listed and isinstance(value[index], DTensor)
         ]
 
-    def run(self, indices: Sequence[int], convert: Callable[[Any], Any] = lambda value: value) -> Any:
-        """Call the op on a sub-list; ``convert`` maps every entry of a list."""
+    def arguments(
+        self, indices: Sequence[int], convert: Callable[[Any], Any] = lambda value: value
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call on a sub-list; ``convert`` maps every entry of a list."""
         chosen = [
             [convert(value[i]) for i in indices] if listed else convert(value)
             for value, listed in zip(self.values, self.per_element, strict=True)
         ]
-        args = [value for value, name in zip(chosen, self.names, strict=True) if name is None]
-        kwargs = {name: value for value, name in zip(chosen, self.names, strict=True) if name is not None}
+        args = tuple(value for value, name in zip(chosen, self.names, strict=True) if name is None)
+        return args, {name: value for value, name in zip(chosen, self.names, strict=True) if name is not None}
+
+    def run(self, indices: Sequence[int], convert: Callable[[Any], Any] = lambda value: value) -> Any:
+        """Call the op on a sub-list."""
+        args, kwargs = self.arguments(indices, convert)
         return self.op(*args, **kwargs)
 
     def with_moved(self, index: int, placements: Sequence[Any]) -> None:
@@ -127,7 +133,9 @@ def execute(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     _store(results, parts.local, call.run(parts.local, _to_local) if parts.local else None)
     _store(results, parts.dtensor, call.run(parts.dtensor) if parts.dtensor else None)
     for index in parts.sharded:
-        _store(results, [index], _run_sharded(call, index))
+        owners = parts.owners[index]
+        assert owners is not None
+        _store(results, [index], _run_sharded(call, index, owners))
     if not op._schema.returns:
         return None
     assert isinstance(metas, list)
@@ -154,15 +162,11 @@ def _partition(call: ListCall) -> _Partition:
         owners = parts.owners[index]
         if owners is None or not any(owners):
             parts.dtensor.append(index)
-        elif not all(_is_whole(tensor, owners) for tensor, _ in operands):
+        elif not all(is_whole(tensor._spec, owners) for tensor, _ in operands):
             parts.sharded.append(index)
         elif holds(operands[0][0].device_mesh, owners):
             parts.local.append(index)
     return parts
-
-
-def _is_whole(tensor: DTensor, owners: Owners) -> bool:
-    return all(o is not None or isinstance(p, Replicate) for p, o in zip(tensor.placements, owners, strict=True))
 
 
 def _to_local(value: Any) -> Any:
@@ -175,16 +179,11 @@ def _store(results: list[Any], indices: Sequence[int], values: Sequence[Any] | N
             results[index] = value
 
 
-def _run_sharded(call: ListCall, index: int) -> Any:
-    from mfsdp.dtensor.execution import execute_sharded
+def _run_sharded(call: ListCall, index: int, owners: Owners) -> Any:
+    from mfsdp.dtensor.execution import execute_sharded  # which imports this module
 
-    operands = call.operands(index)
-    mesh = operands[0][0].device_mesh
-    owners = align(call.op, [Operand(tensor._spec, written) for tensor, written in operands]).owners
-    chosen = [[v[index]] if listed else v for v, listed in zip(call.values, call.per_element, strict=True)]
-    args = tuple(value for value, name in zip(chosen, call.names, strict=True) if name is None)
-    kwargs = {name: value for value, name in zip(chosen, call.names, strict=True) if name is not None}
-    return execute_sharded(call.op, args, kwargs, mesh, owners)
+    args, kwargs = call.arguments([index])
+    return execute_sharded(call.op, args, kwargs, call.operands(index)[0][0].device_mesh, owners)
 
 
 def _wrap(call: ListCall, index: int, result: Tensor | None, meta: OutputMeta | None, owners: Owners | None) -> Any:

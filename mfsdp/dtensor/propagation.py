@@ -22,11 +22,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding
 
 from mfsdp.dtensor.alignment import Operand, align
-from mfsdp.dtensor.execution import execute, is_whole
+from mfsdp.dtensor.execution import execute
 from mfsdp.dtensor.keys import key_decides_outputs
 from mfsdp.dtensor.metadata import OutputMeta, ValueDependentError, output_metadata
 from mfsdp.dtensor.schema import operands, traits
-from mfsdp.dtensor.specs import empty_shape, has_owner, holds, output_spec
+from mfsdp.dtensor.specs import empty_shape, has_owner, holds, is_whole, output_spec
 from mfsdp.placements import is_owner
 
 aten = torch.ops.aten
@@ -139,7 +139,7 @@ def _cacheable_answer(
     assert schema is not None
     found = list(operands(op, args, kwargs))
     alignment = align(op, [Operand(tensor._spec, written) for tensor, written in found])
-    if alignment.moves or not all(is_whole(tensor, alignment.owners) for tensor, _ in found):
+    if alignment.moves or not all(is_whole(tensor._spec, alignment.owners) for tensor, _ in found):
         return None
     try:
         metas = output_metadata(op, args, kwargs)

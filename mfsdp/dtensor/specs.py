@@ -35,6 +35,14 @@ def holds(mesh: DeviceMesh, owners: Owners) -> bool:
     return all(owner is None or owner.owner == here for owner, here in zip(owners, coordinate, strict=True))  # type: ignore[attr-defined]
 
 
+def is_whole(spec: DTensorSpec, owners: Owners) -> bool:
+    """Whether the local tensor at the owners' coordinate is the whole tensor."""
+    return all(
+        owner is not None or isinstance(placement, Replicate)
+        for placement, owner in zip(spec.placements, owners, strict=True)
+    )
+
+
 def replace_placements(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:
     """The spec with other placements; its tensor metadata stays."""
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
