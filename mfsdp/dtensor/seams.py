@@ -35,7 +35,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, _api, _dispatch, _redistribute, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpInfo, OutputSpecType
+from torch.distributed.tensor._op_schema import OpInfo
 
 from mfsdp.dtensor import caching, checkpointing, distribute, gradients, lists, shapes
 from mfsdp.dtensor.execution import execute
@@ -119,7 +119,7 @@ def _install_dispatch(dispatcher: _dispatch.OpDispatcher) -> None:
         info = None if create_schema else skipped_info(args)
         return info or torch_unwrap(op, args, kwargs, create_schema)
 
-    def wrap(res: object, spec: OutputSpecType) -> object:
+    def wrap(res: object, spec: Any) -> object:
         if type(res) is Tensor and isinstance(spec, DTensorSpec):
             # DTensor's constructor does this, inside a wrapper for the compiler that costs more than the rest
             return Tensor._dtensor__new__(DTensor, res, spec, requires_grad=res.requires_grad)
