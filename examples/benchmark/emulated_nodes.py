@@ -82,6 +82,8 @@ class EmulatedNodes:
 
     def _remove(self) -> None:
         for name in self._names:
+            # a namespace, and with it its end of the link, outlives its name while it has closing sockets
+            subprocess.run(["ip", "link", "del", f"{name}p"], check=False, capture_output=True)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", self._tag], check=False, capture_output=True)
 

@@ -77,9 +77,14 @@ class SkippedOutputSharding(OutputSharding):
 
     def make_outputs(self, args: tuple[Any, ...]) -> Any:
         """The local outputs of a call with these arguments."""
-        here = next(_first_dtensors(args))._local_tensor.device
-        outputs = [torch.empty(shape, dtype=dtype, device=device or here) for shape, dtype, device in self._makers]
-        return outputs[0] if self._kind is None else self._kind(outputs)
+        first = args[0] if isinstance(args[0], DTensor) else next(_first_dtensors(args))
+        here = first._local_tensor.device
+        if self._kind is None:
+            shape, dtype, device = self._makers[0]
+            return torch.empty(shape, dtype=dtype, device=device or here)
+        return self._kind(
+            [torch.empty(shape, dtype=dtype, device=device or here) for shape, dtype, device in self._makers]
+        )
 
 
 def _first_dtensors(args: tuple[Any, ...]) -> Iterator[DTensor]:
