@@ -7,30 +7,25 @@ Both shard the same GPT and take turns in one run, so that whatever else the mac
     python examples/benchmark/runtime.py --ranks 8 --model two-matrices       # fewer matrices than ranks
 
 Time is the median over rounds of the slowest rank. Peak memory is what the CPU allocator handed out above
-its level at the start of a step, of the rank with most. Bytes are those that left the network interface
-(``lo``, shared by all ranks, on loopback: then the mean per rank), protocol headers included; beside them
-stands what the units' parameters take, unpadded.
+its level at the start of a step, of the rank with most. Peak RSS is the largest resident set of a process
+above that before the model was made; for it each system runs once more, alone in its processes. Bytes are
+those that left the network interface (``lo``, shared by all ranks, on loopback: then the mean per rank),
+protocol headers included; beside them stands what the units' parameters take, unpadded.
 """
 
 import argparse
 import copy
-import json
-import os
-import signal
-import socket
+import ctypes
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from emulated_nodes import INTERFACE, EmulatedNodes
+from launching import bytes_sent, is_rank, launch, write_results
 from torch import Tensor, nn
 from torch.autograd.profiler_util import MEMORY_EVENT_NAME
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -67,8 +62,9 @@ class Measured:
     """One rank's numbers for one system, per step."""
 
     seconds: list[float]
-    peak_bytes: int
-    sent_bytes: int
+    peak_bytes: int = 0
+    sent_bytes: int = 0
+    peak_rss: int = 0
 
 
 def make(args: argparse.Namespace) -> nn.Module:
@@ -100,12 +96,6 @@ def choose_gather(model: nn.Module, name: str) -> None:
                 group.use_gather(make[name](Lane.of(group._ranks)))
 
 
-def sent() -> int:
-    """Bytes that have left this rank's interface so far."""
-    name = INTERFACE if Path(f"/sys/class/net/{INTERFACE}").exists() and "EMULATED" in os.environ else "lo"
-    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
-
-
 def peak_memory(step: Callable[[], None]) -> int:
     """Most bytes that the CPU allocator had handed out during ``step``, above its level at the start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -120,14 +110,28 @@ def peak_memory(step: Callable[[], None]) -> int:
     return peak
 
 
+def resident_set(field: str) -> int:
+    """Bytes of this process in memory, now (``VmRSS``) or at most since the last reset (``VmHWM``)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def forget_peak() -> None:
+    """Return unused memory to the system, and start the peak of the resident set anew."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def work(args: argparse.Namespace) -> None:
-    """One rank: measure both systems in turn."""
+    """One rank: measure the systems in turn."""
     dist.init_process_group("gloo")
     torch.set_num_threads(args.threads)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    before_model = resident_set("VmRSS")
     model = make(args)
-    models = {system: shard(copy.deepcopy(model), mesh, system) for system in ("fsdp2", "mfsdp")}
-    if args.gather != "rule":
+    models = {system: shard(copy.deepcopy(model), mesh, system) for system in args.systems}
+    del model
+    if args.gather != "rule" and "mfsdp" in models:
         choose_gather(models["mfsdp"], args.gather)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
@@ -135,63 +139,40 @@ def work(args: argparse.Namespace) -> None:
     def step(system: str) -> None:
         models[system](tokens[:, :-1], tokens[:, 1:]).backward()
 
-    measured = {system: Measured([], 0, 0) for system in models}
+    forget_peak()
+    measured = {system: Measured([]) for system in models}
     for number in range(args.rounds + 1):  # the first is a warm-up
         for system, result in measured.items():
             dist.barrier()
-            before, start = sent(), time.perf_counter()
+            before, start = bytes_sent(), time.perf_counter()
             step(system)
             dist.barrier()
             if number:
                 result.seconds.append(time.perf_counter() - start)
-                result.sent_bytes = sent() - before
+                result.sent_bytes = bytes_sent() - before
+            result.peak_rss = resident_set("VmHWM") - before_model
             models[system].zero_grad()
-    for system, result in measured.items():
-        result.peak_bytes = peak_memory(lambda system=system: step(system))
-        models[system].zero_grad()
-    Path(args.results, f"{dist.get_rank()}.json").write_text(
-        json.dumps({system: asdict(result) for system, result in measured.items()})
-    )
+    if len(models) > 1:
+        for system, result in measured.items():
+            result.peak_bytes = peak_memory(lambda system=system: step(system))
+            models[system].zero_grad()
+    write_results({system: asdict(result) for system, result in measured.items()})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def measure(args: argparse.Namespace) -> list[dict[str, Measured]]:
+    """Run all ranks, with both systems in turn and then with each alone; their numbers, by rank."""
 
+    def run(*arguments: str) -> list[dict[str, Measured]]:
+        by_rank = launch(args.ranks, args.nodes, args.rate, arguments)
+        return [{system: Measured(**numbers) for system, numbers in rank.items()} for rank in by_rank]
 
-def launch(args: argparse.Namespace) -> list[dict[str, Measured]]:
-    """Run all ranks; their numbers, by rank."""
-    # so that nodes and ranks are cleared away as well when this program is told to end
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        nodes = stack.enter_context(EmulatedNodes(args.nodes, args.rate)) if args.nodes else None
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": str(args.ranks),
-            "MASTER_ADDR": nodes.address(0) if nodes else "127.0.0.1",
-            "MASTER_PORT": "29500" if nodes else str(free_port()),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "KINETO_LOG_LEVEL": "99",
-        }
-        if nodes:
-            environment |= {"GLOO_SOCKET_IFNAME": INTERFACE, "EMULATED": "1"}
-        command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--results", folder]
-        processes = []
-        for rank in range(args.ranks):
-            here = nodes.command(rank % args.nodes, command) if nodes else command
-            processes.append(subprocess.Popen(here, env={**environment, "RANK": str(rank)}))
-        try:
-            if any(process.wait() for process in processes):
-                raise SystemExit("a rank failed; its message is above")
-        finally:
-            for process in processes:
-                process.kill()
-        texts = [Path(folder, f"{rank}.json").read_text() for rank in range(args.ranks)]
-    return [{system: Measured(**numbers) for system, numbers in json.loads(text).items()} for text in texts]
+    together = run()
+    for system in args.systems:
+        for rank, alone in zip(together, run("--systems", system, "--rounds", "1"), strict=True):
+            rank[system].peak_rss = alone[system].peak_rss
+    return together
 
 
 def padded_bytes(args: argparse.Namespace) -> tuple[int, int]:
@@ -209,19 +190,24 @@ def padded_bytes(args: argparse.Namespace) -> tuple[int, int]:
 def report(args: argparse.Namespace, ranks: list[dict[str, Measured]]) -> None:
     network = f"{args.nodes} emulated nodes, {args.rate}" if args.nodes else "loopback"
     print(f"{args.model}, width {args.width}, {args.layers} layers, {args.ranks} ranks, {network}")
-    print(f"{'':<8}{'ms / step':>12}{'peak MiB':>12}{'MiB sent / rank':>18}")
+    print(f"{'':<8}{'ms / step':>12}{'spread':>8}{'peak MiB':>12}{'peak RSS MiB':>14}{'MiB sent / rank':>18}")
     rows = {}
-    for system in ("fsdp2", "mfsdp"):
+    for system in args.systems:
         slowest = [max(times) for times in zip(*(rank[system].seconds for rank in ranks), strict=True)]
         seconds = statistics.median(slowest)
+        spread = (max(slowest) - min(slowest)) / seconds
         peak = max(rank[system].peak_bytes for rank in ranks)
-        bytes_sent = statistics.mean(rank[system].sent_bytes for rank in ranks)
+        rss = max(rank[system].peak_rss for rank in ranks)
+        sent = statistics.mean(rank[system].sent_bytes for rank in ranks)
         if not args.nodes:
-            bytes_sent /= args.ranks
-        rows[system] = (seconds, peak, bytes_sent)
-        print(f"{system:<8}{seconds * 1e3:>12.0f}{peak / 2**20:>12.1f}{bytes_sent / 2**20:>18.1f}")
-    ratios = [ours / theirs for ours, theirs in zip(rows["mfsdp"], rows["fsdp2"], strict=True)]
-    print(f"{'ratio':<8}{ratios[0]:>12.2f}{ratios[1]:>12.2f}{ratios[2]:>18.2f}")
+            sent /= args.ranks
+        rows[system] = (seconds, peak, rss, sent)
+        print(
+            f"{system:<8}{seconds * 1e3:>12.0f}{spread:>8.0%}{peak / 2**20:>12.1f}{rss / 2**20:>14.1f}"
+            f"{sent / 2**20:>18.1f}"
+        )
+    time_, peak_, rss_, sent_ = (o / t for o, t in zip(rows["mfsdp"], rows["fsdp2"], strict=True))
+    print(f"{'ratio':<8}{time_:>12.2f}{'':>8}{peak_:>12.2f}{rss_:>14.2f}{sent_:>18.2f}")
     exact, padded = padded_bytes(args)
     print(f"owned units: {exact / 2**20:.1f} MiB; a gather that pads segments would move {padded / exact:.1f}x that")
 
@@ -240,13 +226,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     gathers = ["rule", "broadcast", "chain", "resplit"]
     parser.add_argument("--gather", choices=gathers, default="rule", help="how mfsdp gathers")
-    parser.add_argument("--results", help=argparse.SUPPRESS)  # given to the ranks
+    parser.add_argument("--systems", nargs="+", default=["fsdp2", "mfsdp"], help=argparse.SUPPRESS)  # of a rank
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     options = arguments()
-    if options.results:
+    if is_rank():
         work(options)
     else:
-        report(options, launch(options))
+        report(options, measure(options))
