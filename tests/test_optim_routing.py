@@ -145,8 +145,43 @@ def test_copies_and_pickles_share_groups_too() -> None:
     train(model, [optimizer], steps=1)
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert twin.parts["matrix"].param_groups[0] is twin.param_groups[0]
-        assert twin.parts["other"].state is twin.state
+        weight = twin.param_groups[1]["params"][0]
+        assert twin.parts["other"].state[weight] is twin.state[weight]
+        assert len(twin.state) == len(optimizer.state) == len(list(model.parameters()))
         assert twin.parts["matrix"].param_groups[0] is not optimizer.param_groups[0]
+
+
+def test_each_part_has_a_state_dict_of_its_own_parameters() -> None:
+    model = new_model()
+    optimizer = together(model)
+    train(model, [optimizer], steps=2)
+    whole = optimizer.state_dict()["state"]
+    first = 0
+    for part in optimizer.parts.values():
+        saved = part.state_dict()
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        assert sorted(saved["state"]) == numbers
+        for number in numbers:
+            for name, value in saved["state"][number].items():
+                assert torch.equal(value, whole[first + number][name])
+        first += len(numbers)
+    assert first == len(whole)
+
+
+def test_state_of_the_parts_is_read_and_written_through_the_whole() -> None:
+    model = new_model()
+    optimizer = together(model)
+    matrix, other = (group["params"][0] for group in optimizer.param_groups)
+    assert matrix not in optimizer.state
+    assert optimizer.state.get(matrix) is None
+    assert not optimizer.state
+    optimizer.state[matrix]["mine"] = 1
+    optimizer.state[other] = {"mine": 2}
+    assert dict(optimizer.parts["matrix"].state) == {matrix: {"mine": 1}}
+    assert dict(optimizer.parts["other"].state) == {other: {"mine": 2}}
+    del optimizer.state[other]
+    assert list(optimizer.state) == [matrix]
+    assert not optimizer.parts["other"].state
 
 
 def test_a_closure_runs_once_and_hooks_fire_once() -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mfsdp.optim.adamw import AdamW
 from mfsdp.optim.backward_steps import BackwardSteps
 from mfsdp.optim.group_options import completed_groups, saved_groups
+from mfsdp.optim.joined_state import JoinedState
 from mfsdp.optim.muon import Muon
 from mfsdp.optim.owner_local import OwnerLocalOptimizer, restore_dtypes
 from mfsdp.optim.shampoo import Shampoo
@@ -43,12 +44,13 @@ class _Recipe:
 class RoutedOptimizer(Optimizer):
     """Two optimizers that act as one: what :func:`build_optimizer` returns.
 
-    ``param_groups`` and ``state`` are *shared* with the two: a scheduler that changes a group's ``lr``
-    changes it for the part that steps the group, and there is one state dict, keyed as any optimizer's is.
+    ``param_groups`` are *shared* with the two: a scheduler that changes a group's ``lr`` changes it for the part
+    that steps the group. ``state`` is that of both, and there is one state dict, keyed as any optimizer's is.
     ``step`` evaluates a closure once, then steps the parts.
 
     Attributes:
-        parts: ``"matrix"`` and ``"other"`` to the optimizer of each; one without parameters is absent.
+        parts: ``"matrix"`` and ``"other"`` to the optimizer of each; one without parameters is absent. Each has a
+            state dict of its own parameters; load into the whole, so that the groups stay shared.
         backward_steps: with ``overlap="backward"``, what steps parameters during backward; else None.
     """
 
@@ -66,6 +68,7 @@ class RoutedOptimizer(Optimizer):
         self._part_of_group: list[str] = []
         self._roles = dict(roles)
         super().__init__(groups, {})
+        self.state = JoinedState(self.parts)  # type: ignore[assignment]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, named if the others are; matrices and others become a group each.
@@ -101,7 +104,6 @@ class RoutedOptimizer(Optimizer):
             self.parts[part].add_param_group(group)
         else:
             self.parts[part] = recipe.make(group)
-            self.parts[part].state = self.state
         self._check_names(part, group)
         super().add_param_group(self.parts[part].param_groups[-1])
         self._part_of_group.append(part)
@@ -173,10 +175,13 @@ class RoutedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # Loading replaces groups and state: the parts must see the new ones.
+        joined = JoinedState(self.parts)
+        joined.replace(state["state"])
+        self.state = joined  # type: ignore[assignment]
         for name, part in self.parts.items():
             owner_of_group = zip(self.param_groups, self._part_of_group, strict=True)
             groups = [group for group, owner in owner_of_group if owner == name]
-            part.__setstate__({"state": self.state, "param_groups": groups})
+            part.__setstate__({"state": part.state, "param_groups": groups})
 
 
 def build_optimizer(
