@@ -113,3 +113,15 @@ def test_the_missing_entry_is_named() -> None:
 Shampoo: the state to be loaded for parameter 0 of its group has no 'step', only 'momentum_buffer'. Load the state of \
 the same optimizer with the same options.""",
     )
+
+
+@pytest.mark.parametrize("matrix", MATRIX)
+def test_a_state_dict_without_some_options_loads_again_and_again(matrix: str) -> None:
+    model = new_model()
+    optimizer = build_optimizer(model, matrix=matrix)
+    train(model, optimizer)
+    saved = optimizer.state_dict()
+    lr = saved["param_groups"][0].pop("lr")
+    for _ in range(2):
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == lr

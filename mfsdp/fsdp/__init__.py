@@ -1,5 +1,6 @@
 """The runtime: ``fully_shard`` with owner-placed parameters, on FSDP2's states and hooks."""
 
 from mfsdp.fsdp.api import fully_shard
+from mfsdp.fsdp.managed import plan_of
 
-__all__ = ["fully_shard"]
+__all__ = ["fully_shard", "plan_of"]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
 from torch.distributed.utils import _get_root_modules
 
 from mfsdp.fsdp import checks
-from mfsdp.fsdp.managed import ManagedParameter, commit_loads, find_entries, find_parameters, plan_call
+from mfsdp.fsdp.managed import ManagedParameter, commit_loads, find_entries, find_parameters, plan_call, remember_plan
 from mfsdp.fsdp.param_group import OwnerParamGroup
 from mfsdp.fsdp.post_forward import post_forward_mesh_info
 from mfsdp.planning import PlanError, Role, ShardPlan
@@ -128,6 +128,8 @@ def fully_shard(
     )
     reshard = True if reshard_after_forward is None else reshard_after_forward
     _add_owner_groups(modules, owned, mesh, reshard, mp_policy, offload_policy)
+    if plan is not None:
+        remember_plan(modules, plan)
     return result
 
 

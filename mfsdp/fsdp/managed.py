@@ -19,6 +19,8 @@ __all__ = [
     "find_entries",
     "find_parameters",
     "plan_call",
+    "plan_of",
+    "remember_plan",
 ]
 
 
@@ -111,6 +113,20 @@ def commit_loads(mesh: DeviceMesh, plan: ShardPlan) -> None:
     """Remember what a plan by :func:`plan_call` has put on the ranks of ``mesh``."""
     before = _loads.get(mesh) or (RankLoad(),) * plan.world_size
     _loads[mesh] = tuple(old + new for old, new in zip(before, plan.loads(), strict=True))
+
+
+# The plans that modules were sharded by.
+_plans: WeakKeyDictionary[nn.Module, ShardPlan] = WeakKeyDictionary()
+
+
+def remember_plan(modules: Sequence[nn.Module], plan: ShardPlan) -> None:
+    """Remember that ``modules`` are sharded by ``plan``."""
+    _plans.update((module, plan) for module in modules)
+
+
+def plan_of(model: nn.Module) -> ShardPlan | None:
+    """The plan that was passed to ``fully_shard`` for ``model``, or else for a module in it; None without one."""
+    return next((_plans[module] for module in model.modules() if module in _plans), None)
 
 
 def find_entries(

@@ -68,7 +68,11 @@ def completed_groups(
     if len(saved) != len(groups):
         return state_dict  # for torch to refuse
     completed = [
-        {**new, **{option: old[option] for option in known if option == "split" or option not in new}}
+        # torch adds options to an optimizer's defaults that its groups do not have
+        {
+            **new,
+            **{option: old[option] for option in known if option in old and (option == "split" or option not in new)},
+        }
         for new, old, known in zip(saved, groups, options, strict=True)
     ]
     return {**state_dict, "param_groups": completed}

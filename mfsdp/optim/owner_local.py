@@ -66,6 +66,15 @@ class OwnerLocalOptimizer(Optimizer):
     ) -> None:
         """Update what this rank owns of ``group``; ``elsewhere`` has the states of what others update."""
 
+    def new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        """The state that the first step of a parameter begins with: zeros, in the parameter's placement.
+
+        Args:
+            group: options, such as those of a saved group; this optimizer's own are in ``param_groups``.
+            param: one of this optimizer's parameters.
+        """
+        return self._new_state(group, param)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform one optimization step; ``closure`` reevaluates the model and returns the loss."""

@@ -95,6 +95,10 @@ class RoutedOptimizer(Optimizer):
             if not part.param_groups:
                 del self.parts[name]
 
+    def part_of(self, group_index: int) -> Optimizer:
+        """The one of :attr:`parts` that steps the group ``param_groups[group_index]``."""
+        return self.parts[self._part_of_group[group_index]]
+
     def _part_for(self, entry: Tensor | tuple[str, Tensor]) -> str:
         name, param = entry if isinstance(entry, tuple) else ("", entry)
         return "matrix" if _is_matrix(param, self._roles.get(name)) else "other"

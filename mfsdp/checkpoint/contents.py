@@ -1,0 +1,155 @@
+"""What lies in a checkpoint of ``torch.distributed.checkpoint``, by name, whoever has written it."""
+
+import pickle
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mfsdp.checkpoint.errors import CheckpointError, Damage, DamagedCheckpointError
+from mfsdp.checkpoint.manifest import MANIFEST, Manifest
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from mfsdp.checkpoint.ranks import Ranks
+
+__all__ = ["Contents", "open_checkpoint"]
+
+_METADATA = ".metadata"
+_MARK = "mfsdp.ranks"
+"""An entry of every checkpoint that mfsdp has written, so that a missing manifest is noticed."""
+
+Entry = TensorStorageMetadata | BytesStorageMetadata
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The entries of a checkpoint.
+
+    Attributes:
+        folder: where it is.
+        metadata: DCP's.
+        entries: key -> what lies there; nested keys are joined by dots.
+    """
+
+    folder: Path
+    metadata: Metadata
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return self.metadata.state_dict_metadata
+
+    @property
+    def is_own(self) -> bool:
+        """Whether mfsdp has written it."""
+        return _MARK in self.entries
+
+    def below(self, prefix: str) -> Iterator[str]:
+        """The keys that start with ``prefix`` and a dot, without these."""
+        start = f"{prefix}." if prefix else ""
+        return (key.removeprefix(start) for key in self.entries if key.startswith(start))
+
+    def find_model(self, names: Collection[str]) -> str:
+        """The key under which there are entries with a model's ``names``: ``"model"``, or ``""`` for the top.
+
+        Raises:
+            CheckpointError: there is none, or several fit equally well.
+        """
+        known = set(names)
+        if self.is_own:
+            return "model"
+        found: Counter[str] = Counter()
+        for key in self.entries:
+            found.update(prefix for prefix, name in _splits(key) if name in known)
+        if not found:
+            shown = ", ".join(list(self.entries)[:5])
+            raise CheckpointError(f"none of the model's names is in the checkpoint {self.folder}; it has {shown}, ...")
+        return self._most(found, "model")
+
+    def find_optimizer(self, names: Collection[str]) -> str | None:
+        """The key under which there is the state of an optimizer of parameters with ``names``, if there is any."""
+        known = set(names)
+        if self.is_own:
+            return "optimizer" if any(key.startswith("optimizer.param_groups.") for key in self.entries) else None
+        found: Counter[str] = Counter()
+        for key in self.entries:
+            prefix, groups, rest = f".{key}".partition(".param_groups.")
+            if groups:
+                found[prefix.removeprefix(".")] += 1
+            prefix, state, rest = f".{key}".partition(".state.")
+            if state and any(name in known for name, _ in _splits(rest)):
+                found[prefix.removeprefix(".")] += 1
+        return self._most(found, "optimizer") if found else None
+
+    def _most(self, found: Counter[str], usual: str) -> str:
+        most = max(found.values())
+        best = [prefix for prefix, count in found.items() if count == most]
+        if len(best) == 1:
+            return best[0]
+        if usual in best:
+            return usual
+        raise CheckpointError(
+            f"the checkpoint {self.folder} has the names that are looked for under several keys: {', '.join(best)}. "
+            f"Load the one that you want by torch.distributed.checkpoint.load."
+        )
+
+
+def _splits(key: str) -> Iterator[tuple[str, str]]:
+    """Every way to cut ``key`` in two at a dot, and with nothing before the cut."""
+    yield "", key
+    position = key.find(".")
+    while position >= 0:
+        yield key[:position], key[position + 1 :]
+        position = key.find(".", position + 1)
+
+
+def open_checkpoint(folder: Path, ranks: Ranks) -> Contents:
+    """The contents of the checkpoint in ``folder``, after all ranks together have checked its files.
+
+    One exchange. A checkpoint that mfsdp has not written has no manifest, and is not checked.
+
+    Raises:
+        DamagedCheckpointError: on every rank, if a file is missing or is not what was written.
+        CheckpointError: on every rank, if there is no checkpoint that can be read.
+    """
+    contents: Contents | None = None
+
+    def look() -> tuple[Damage, ...]:
+        nonlocal contents
+        if not folder.is_dir():
+            raise CheckpointError(f"there is no checkpoint {folder}.")
+        present = (folder / MANIFEST).exists()
+        manifest = _manifest(folder) if present else None
+        if isinstance(manifest, Damage):
+            return (manifest,)
+        if manifest is not None:
+            own = [(file, block) for file, block in manifest.blocks() if file == _METADATA]
+            share = manifest.blocks(ranks.rank, ranks.size)
+            if damages := manifest.damages(folder, [*own, *share]):
+                return damages
+        contents = Contents(folder, _read_metadata(folder))
+        return (Damage(MANIFEST, "is missing"),) if contents.is_own and manifest is None else ()
+
+    damages = [damage for each in ranks.together("loading", look) for damage in each]
+    if damages:
+        raise DamagedCheckpointError(folder, damages)
+    assert contents is not None
+    return contents
+
+
+def _manifest(folder: Path) -> Manifest | Damage:
+    try:
+        return Manifest.read(folder)
+    except DamagedCheckpointError as error:
+        return error.damages[0]
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is no checkpoint of torch.distributed.checkpoint: it has no file {_METADATA}."
+        ) from None
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
+        raise CheckpointError(f"{folder / _METADATA} cannot be read: {error}") from error
