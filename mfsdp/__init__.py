@@ -1,6 +1,6 @@
 """Fully sharded data parallelism for matrix optimizers: every weight matrix whole on one rank."""
 
-from mfsdp import optim
+from mfsdp import checkpoint, optim
 from mfsdp.comm_counter import CommCounter
 from mfsdp.dtensor import distribute_tensor
 from mfsdp.fsdp import fully_shard
@@ -14,6 +14,7 @@ __all__ = [
     "Role",
     "ShardPlan",
     "Tail",
+    "checkpoint",
     "distribute_tensor",
     "fully_shard",
     "optim",

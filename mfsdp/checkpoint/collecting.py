@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mfsdp.checkpoint.errors import CheckpointError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mfsdp.checkpoint.errors import CheckpointError
 from mfsdp.checkpoint.names import ModelState
 from mfsdp.checkpoint.ranks import Ranks
 from mfsdp.checkpoint.rng import rng_state

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mfsdp.checkpoint.errors import CheckpointError, Damage, DamagedCheckpointError
-from mfsdp.checkpoint.manifest import MANIFEST, Manifest
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
+from mfsdp.checkpoint.errors import CheckpointError, Damage, DamagedCheckpointError
+from mfsdp.checkpoint.manifest import MANIFEST, Manifest
 from mfsdp.checkpoint.ranks import Ranks
 
 __all__ = ["Contents", "open_checkpoint"]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from mfsdp.checkpoint.errors import CheckpointError
 from torch.distributed import ProcessGroup
 
+from mfsdp.checkpoint.errors import CheckpointError
 from mfsdp.fsdp.objects import all_gather_object
 
 __all__ = ["Ranks"]

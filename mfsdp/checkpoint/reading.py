@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from mfsdp.checkpoint.errors import CheckpointError
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from mfsdp.checkpoint.contents import Contents
+from mfsdp.checkpoint.errors import CheckpointError
 from mfsdp.dtensor import is_local, local_tensor
 
 __all__ = ["read"]

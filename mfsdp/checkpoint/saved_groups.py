@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mfsdp.checkpoint.errors import CheckpointError
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mfsdp.checkpoint.contents import Contents
+from mfsdp.checkpoint.errors import CheckpointError
 
 __all__ = ["SavedGroup", "group_targets", "saved_groups"]
 

@@ -4,14 +4,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mfsdp.checkpoint.checksums import FileSum, checksum_of_file
-from mfsdp.checkpoint.errors import CheckpointError
-from mfsdp.checkpoint.manifest import Manifest
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from mfsdp.checkpoint import directory
+from mfsdp.checkpoint.checksums import FileSum, checksum_of_file
 from mfsdp.checkpoint.collecting import Optimizers, check_extra, collect, listed
+from mfsdp.checkpoint.errors import CheckpointError
+from mfsdp.checkpoint.manifest import Manifest
 from mfsdp.checkpoint.names import ModelState
 from mfsdp.checkpoint.ranks import Ranks
 from mfsdp.checkpoint.writing import PlannedSave, Writer, Written

@@ -9,8 +9,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from mfsdp.checkpoint.checksums import ChecksumStream, FileSum
-from mfsdp.checkpoint.errors import CheckpointError
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -19,6 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from mfsdp.checkpoint.checksums import ChecksumStream, FileSum
+from mfsdp.checkpoint.errors import CheckpointError
 from mfsdp.checkpoint.ranks import Ranks
 
 __all__ = ["PlannedSave", "Writer", "Written"]
