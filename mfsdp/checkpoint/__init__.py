@@ -4,6 +4,19 @@ from mfsdp.checkpoint.directory import latest, prune
 from mfsdp.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from mfsdp.checkpoint.loading import load
 from mfsdp.checkpoint.manifest import Manifest
+from mfsdp.checkpoint.safetensors_export import checkpoint_to_safetensors, save_safetensors
+from mfsdp.checkpoint.safetensors_import import load_safetensors
 from mfsdp.checkpoint.saving import save
 
-__all__ = ["CheckpointError", "DamagedCheckpointError", "Manifest", "latest", "load", "prune", "save"]
+__all__ = [
+    "CheckpointError",
+    "DamagedCheckpointError",
+    "Manifest",
+    "checkpoint_to_safetensors",
+    "latest",
+    "load",
+    "load_safetensors",
+    "prune",
+    "save",
+    "save_safetensors",
+]

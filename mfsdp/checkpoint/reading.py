@@ -5,7 +5,7 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, StorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
@@ -16,13 +16,14 @@ from mfsdp.dtensor import is_local, local_tensor
 __all__ = ["read"]
 
 
-def read(contents: Contents, targets: Mapping[str, Any]) -> dict[str, Any]:
+def read(contents: Contents, targets: Mapping[str, Any], reader: StorageReader | None = None) -> dict[str, Any]:
     """Read what this rank needs of the entries.
 
     Args:
         contents: the checkpoint's.
         targets: key of an entry -> the tensor that it is read into, of its full shape: a DTensor of any placement
             or a plain one; anything for an entry that is no tensor.
+        reader: knows how the files are to be read; by default DCP's own.
 
     Returns:
         ``targets``, with what was read in place of what is no tensor.
@@ -33,7 +34,7 @@ def read(contents: Contents, targets: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = dict(targets)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = FileSystemReader(contents.folder)
+    reader = FileSystemReader(contents.folder) if reader is None else reader
     planner.set_up_planner(values, contents.metadata, is_coordinator=False)
     reader.set_up_storage_reader(contents.metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())
