@@ -146,7 +146,6 @@ class _Source:
         """The options of a group, with those that were saved for its parameters; None if they do not fit."""
         group = optimizer.param_groups[index]
         sources: dict[int, SavedGroup] = {}
-        fits = True
         for param in group["params"]:
             names = state.names_of.get(id(param), ("a parameter that is not the model's",))
             found = next((self._group_of[name] for name in names if name in self._group_of), None)
@@ -154,7 +153,6 @@ class _Source:
                 sources[id(found)] = found
             elif param.requires_grad:
                 misfits.missing.append(f"{names[0]} (in the optimizer)")
-                fits = False
         known = {option: value for option, value in group.items() if option not in _OF_CODE}
         options: dict[str, Any] = {}
         for each in sources.values():
@@ -170,7 +168,7 @@ class _Source:
                         )
                         return None
                     options[option] = value
-        return {**group, **options} if fits else None
+        return {**group, **options}
 
 
 def _same(one: Any, other: Any) -> bool:
