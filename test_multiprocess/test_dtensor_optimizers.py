@@ -289,6 +289,27 @@ def test_clipping_many_tensors_costs_no_more_collectives(mesh: DeviceMesh, world
             torch.testing.assert_close(norm.full_tensor(), torch.nn.utils.get_total_norm(full))  # type: ignore[attr-defined]
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_with_tensor_parallelism_costs_no_more_collectives_for_more_tensors(norm_type: float) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    mixes: list[list[list[Placement]]] = [
+        [[Shard(0), OwnerShard(1)], [Shard(0), OwnerShard(0)]],
+        [[Shard(0), OwnerShard(1)], [OwnerShard(1), Shard(0)], [Replicate(), OwnerShard(0)]],
+    ]
+    full = [torch.randn(8, 5) for _ in range(12)]
+    for mix in mixes:
+        calls = []
+        for number in (6, 12):
+            grads = [distribute_tensor(t, mesh, mix[i % len(mix)]) for i, t in enumerate(full[:number])]
+            expected = torch.nn.utils.get_total_norm([t.full_tensor() for t in grads], norm_type)
+            with CommCounter() as comm:
+                norm = torch.nn.utils.get_total_norm(grads, norm_type).full_tensor()  # type: ignore[attr-defined]
+            torch.testing.assert_close(norm, expected)
+            calls.append(comm.collectives)
+        assert calls[0] == calls[1] <= 6
+
+
 @on_ranks(2)
 def test_other_clipping(mesh: DeviceMesh, world_size: int) -> None:
     for foreach in (False, True):

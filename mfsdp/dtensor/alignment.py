@@ -5,9 +5,10 @@ others are replicated there. Otherwise operands move first, by the rules in this
 
 - an op that writes to an operand keeps that operand where it is, and the others come to it;
 - ``stack`` and ``cat`` of different owners go through a ``Partial`` that costs nothing to enter: the owner keeps its
-  value, the others hold zeros. It is the kind that some operand already has (a norm's, say), else
-  ``Partial("sum")``. Where another operand has a kind for which zeros are not neutral (the maximum norm's), the
-  owned ones are replicated together by one collective (:func:`mfsdp.dtensor.moving.replicated_together`);
+  value, the others hold zeros. It is the kind that some operand already has on some mesh dimension (a norm's, say),
+  since torch refuses two kinds in one tensor, else ``Partial("sum")``. Where operands have several kinds, or one for
+  which zeros are not neutral (the maximum norm's), the owned ones are replicated together by one collective
+  (:func:`mfsdp.dtensor.moving.replicated_together`);
 - any other op over different owners, or over owned and sharded operands, sees the owned ones replicated.
 """
 
@@ -49,6 +50,14 @@ class Alignment:
     placements: tuple[tuple[Placement, ...], ...]
     moves: bool
 
+    def replicates_owned(self, specs: Sequence[DTensorSpec]) -> bool:
+        """Whether an operand leaves its owner for all ranks; ``specs`` are those of the operands."""
+        return any(
+            is_owner(old) and isinstance(new, Replicate)
+            for spec, placements in zip(specs, self.placements, strict=True)
+            for old, new in zip(spec.placements, placements, strict=True)
+        )
+
 
 def align(op: OpOverload, operands: Sequence[Operand]) -> Alignment:
     """The alignment of an op with at least one owned operand.
@@ -61,7 +70,8 @@ def align(op: OpOverload, operands: Sequence[Operand]) -> Alignment:
     for operand in operands:
         if operand.spec.mesh != mesh:
             raise RuntimeError(f"{op}: operands are on different meshes, {mesh} and {operand.spec.mesh}.")
-    columns = [_align_dim(op, operands, mesh_dim) for mesh_dim in range(mesh.ndim)]
+    meeting = _concatenation_partial(operands) if op in CONCATENATIONS else None
+    columns = [_align_dim(op, operands, mesh_dim, meeting) for mesh_dim in range(mesh.ndim)]
     placements = tuple(zip(*(column for _, column in columns), strict=True))
     return Alignment(
         owners=tuple(owner for owner, _ in columns),
@@ -70,7 +80,9 @@ def align(op: OpOverload, operands: Sequence[Operand]) -> Alignment:
     )
 
 
-def _align_dim(op: OpOverload, operands: Sequence[Operand], mesh_dim: int) -> tuple[Placement | None, list[Placement]]:
+def _align_dim(
+    op: OpOverload, operands: Sequence[Operand], mesh_dim: int, meeting: Placement | None
+) -> tuple[Placement | None, list[Placement]]:
     """The owner of the execution on one mesh dimension, and what every operand must have there."""
     here = [operand.spec.placements[mesh_dim] for operand in operands]
     owned = [placement for placement in here if is_owner(placement)]
@@ -82,7 +94,8 @@ def _align_dim(op: OpOverload, operands: Sequence[Operand], mesh_dim: int) -> tu
     agree = all(placement.owner == owned[0].owner for placement in owned)
     if agree and all(is_owner(placement) or isinstance(placement, Replicate) for placement in here):
         return owned[0], here
-    meeting = _concatenation_partial(here) if op in CONCATENATIONS else None
+    if any(not (is_owner(p) or isinstance(p, Partial | Replicate)) for p in here):
+        meeting = None
     return None, [(meeting or Replicate()) if is_owner(placement) else placement for placement in here]
 
 
@@ -124,9 +137,7 @@ def _check_same_place(op: OpOverload, first: Operand, other: Operand, mesh_dim: 
             )
 
 
-def _concatenation_partial(here: Sequence[Placement]) -> Placement | None:
-    partials = [placement for placement in here if isinstance(placement, Partial)]
-    if any(not (is_owner(p) or isinstance(p, Partial | Replicate)) for p in here):
-        return None
-    meeting = partials[0] if partials else Partial("sum")
-    return meeting if is_sum(meeting) and all(p == meeting for p in partials) else None
+def _concatenation_partial(operands: Sequence[Operand]) -> Placement | None:
+    kinds = {p for operand in operands for p in operand.spec.placements if isinstance(p, Partial)}
+    meeting = kinds.pop() if kinds else Partial("sum")
+    return meeting if is_sum(meeting) and not kinds else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
@@ -41,7 +41,7 @@ def execute(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     found = list(operands(op, args, kwargs))
     alignment = align(op, [Operand(tensor._spec, written) for tensor, written in found])
     if alignment.moves:
-        if op in CONCATENATIONS and not any(isinstance(p, Partial) for p in alignment.placements[0]):
+        if op in CONCATENATIONS and alignment.replicates_owned([tensor._spec for tensor, _ in found]):
             together = iter(replicated_together([tensor for tensor, _ in found]))
             args, kwargs = _map_dtensors(lambda _: next(together), args, kwargs)
         targets = iter(alignment.placements)
