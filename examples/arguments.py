@@ -60,6 +60,10 @@ def parse(argv: Sequence[str] | None = None, ranks: int = 1) -> argparse.Namespa
     add("--layers", type=int, default=4)
     add("--heads", type=int, default=6)
     add("--report-every", type=int, default=20, help="steps from one progress line to the next")
+    add("--checkpoint", metavar="DIR", help="folder of the run's checkpoints, step-100 and so on")
+    add("--save-every", type=int, metavar="N", help="save every N steps, and at the end")
+    add("--keep", type=int, metavar="N", help="after a save, remove all but the newest N (default: keep all)")
+    add("--resume", action="store_true", help="go on from the newest complete checkpoint, on any number of ranks")
     args = parser.parse_args(argv)
     try:
         check(args, ranks)
@@ -72,8 +76,8 @@ def parse(argv: Sequence[str] | None = None, ranks: int = 1) -> argparse.Namespa
 
 def check(args: argparse.Namespace, ranks: int) -> None:
     """Raise a ValueError for arguments that contradict each other, the number of ranks, or the disk."""
-    for name in ("steps", "batch", "context", "width", "layers", "heads", "report_every"):
-        if vars(args)[name] < 1:
+    for name in ("steps", "batch", "context", "width", "layers", "heads", "report_every", "save_every", "keep"):
+        if vars(args)[name] is not None and vars(args)[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, but is {vars(args)[name]}.")
     if args.batch % ranks:
         raise ValueError(f"--batch {args.batch} must be a multiple of the number of ranks, {ranks}.")
@@ -81,6 +85,10 @@ def check(args: argparse.Namespace, ranks: int) -> None:
         raise ValueError(f"--width {args.width} must be a multiple of --heads {args.heads}.")
     if args.baseline in ("fsdp2", "ddp") and (args.overlap or args.optimizer not in ("muon", "adamw")):
         raise ValueError("--overlap and --optimizer shampoo and soap are mfsdp's; the baselines are torch's own.")
+    if args.checkpoint is None and (args.save_every is not None or args.resume):
+        raise ValueError("--save-every and --resume need --checkpoint DIR, the folder of the run's checkpoints.")
+    if args.keep is not None and args.save_every is None:
+        raise ValueError("--keep needs --save-every N: without it nothing is saved.")
     if args.data is not None and not Path(args.data).exists():
         raise ValueError(f"--data {args.data}: there is no such file or folder.")
 

@@ -2,6 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/train_lm.py
 
+With --checkpoint DIR --save-every 50 it saves as it goes, and with --resume it goes on from there, on any number of
+ranks.
+
 The same run by PyTorch's own means: --baseline fsdp2 (FSDP2 with torch.optim.Muon) and --baseline ddp (DDP,
 with torch.optim.Muon on full matrices).
 """
@@ -19,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from arguments import check, parse
+from checkpoints import Checkpoints
 from corpus import Corpus, load
 from gpt import GPT
 from setups import SETUPS, Setup
@@ -26,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from mfsdp.checkpoint import CheckpointError
 from mfsdp.comm_counter import CommCounter
 
 COUNTERS = {"step", "failures"}
@@ -65,18 +70,22 @@ class Trainer:
             torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(args.steps, args.warmup))
             for optimizer in self.setup.optimizers
         ]
+        self.checkpoints = Checkpoints(args, self.setup, self.schedules)
         self.result = Result()
 
     def run(self) -> Result:
-        """Train for ``args.steps`` steps, with a progress line every ``args.report_every``."""
+        """Train up to step ``args.steps``, with a progress line every ``args.report_every``."""
         args, result = self.args, self.result
         if self.setup.plan is not None:
             say(f"\n{self.setup.plan}")
+        begun = self.checkpoints.resume() if args.resume else 0
+        if args.resume:
+            say(f"\ngoing on after step {begun}" if begun else f"\nno checkpoint in {args.checkpoint}: from the start")
         say("\n step   train loss   validation loss   tokens/s   optimizer step")
         result.validation_losses.append(self.validate())
-        say(f"{0:5d} {'':12} {result.validation_losses[0]:17.3f}")
+        say(f"{begun:5d} {'':12} {result.validation_losses[0]:17.3f}")
         clock = Clock(self.mesh.device_type)
-        for step in range(1, args.steps + 1):
+        for step in range(begun + 1, args.steps + 1):
             reporting = step % args.report_every == 0 or step == args.steps
             with clock.time("gradients"):
                 result.train_losses.append(self.compute_gradients(step))
@@ -91,11 +100,16 @@ class Trainer:
                 result.validation_losses.append(self.validate())
                 self.report(step, clock)
                 clock = Clock(self.mesh.device_type)
+            if args.save_every and (step % args.save_every == 0 or step == args.steps):
+                self.checkpoints.save(step)
         self.report_totals()
         return result
 
     def compute_gradients(self, step: int) -> float:
-        """Forward and backward on this rank's share of the step's batch; the loss over all ranks."""
+        """Forward and backward on this rank's share of the step's batch; the loss over all ranks.
+
+        The batch follows from the seed and the step alone, so that a run that was resumed sees the same ones.
+        """
         for optimizer in self.setup.optimizers:
             optimizer.zero_grad()
         seed = self.args.seed * 1_000_003 + step
@@ -213,7 +227,7 @@ def main() -> None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         Trainer(args, init_device_mesh(device_type, (dist.get_world_size(),))).run()
-    except ValueError as error:  # what the user asked for cannot be had, on any rank
+    except (ValueError, CheckpointError) as error:  # what the user asked for cannot be had, on any rank
         say(f"train_lm: {error}")
         sys.exit(2)
     finally:

@@ -3,6 +3,7 @@
 import argparse
 import io
 import math
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from test_multiprocess.world import on_ranks
+from test_multiprocess.checkpoint_cases import on_rank
+from test_multiprocess.world import Worlds, on_ranks
 
 EXAMPLES = str(Path(__file__).parent.parent / "examples")
 sys.path.insert(0, EXAMPLES)  # its modules import each other, as those of any script do
@@ -35,6 +37,9 @@ def with_unmodified_torch_optimizers(model: setups.GPT, mesh: DeviceMesh, args: 
     setup = setups.with_mfsdp(model, mesh, args)
     return setups.Setup(model, setups.torch_optimizers(model, matrices, args), setup.plan)
 
+
+SLOWLY = ("--lr", "0.001", "--other-lr", "0.001")
+"""Learning rates at which the rounding of sums over ranks stays small."""
 
 setups.SETUPS["unmodified"] = with_unmodified_torch_optimizers
 
@@ -148,14 +153,83 @@ def test_bf16_trains(mesh: DeviceMesh) -> None:
         assert {param.dtype for group in groups for param in group["params"]} == {torch.float32}
 
 
+@pytest.mark.parametrize("baseline", ["mfsdp", "fsdp2", "ddp"])
+@on_ranks(2)
+def test_a_resumed_run_is_bit_equal(mesh: DeviceMesh, baseline: str, tmp_path: Path) -> None:
+    options = ("--checkpoint", str(tmp_path), "--save-every", "6", "--keep", "2")
+    unbroken, _ = trained(mesh, baseline, *options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-18", "step-20"]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (tmp_path / "step-20" / ".metadata").unlink()  # no longer complete
+    dist.barrier()
+    resumed, printed = trained(mesh, baseline, *options, "--resume")
+    assert resumed.result.train_losses == unbroken.result.train_losses[18:]
+    expected = full_parameters(unbroken)
+    for name, parameter in full_parameters(resumed).items():
+        assert torch.equal(parameter, expected[name]), name
+    if dist.get_rank() == 0:
+        assert "\ngoing on after step 18\n" in printed
+        assert [line.split()[0] for line in printed.splitlines() if line.lstrip()[:2] in ("18", "20")] == ["18", "20"]
+    for wrong in (("--batch", "24"), ("--seed", "1"), ("--other-lr", "0.1")):
+        with pytest.raises(ValueError, match=f"is of a run with {wrong[0]} .*; --resume goes on with the same"):
+            trained(mesh, baseline, *options, "--resume", *wrong)
+    dist.barrier()
+    beyond, _ = trained(mesh, baseline, *options, "--resume")  # from step 20, which is there again
+    assert beyond.result.train_losses == []
+
+
+@on_ranks(2)
+def test_without_a_checkpoint_a_resumed_run_starts_anew(mesh: DeviceMesh, tmp_path: Path) -> None:
+    resumed, printed = trained(mesh, "mfsdp", "--checkpoint", str(tmp_path / "none"), "--resume")
+    assert len(resumed.result.train_losses) == 20
+    assert not (tmp_path / "none").exists()
+    assert (dist.get_rank() == 1) or f"no checkpoint in {tmp_path / 'none'}: from the start" in printed
+
+
+@on_rank
+def resumes_on(mesh: DeviceMesh, folder: Path, losses: list[float]) -> None:
+    """Resume after step 18 what was trained on two ranks, without saving."""
+    resumed, _ = trained(mesh, "mfsdp", *SLOWLY, "--checkpoint", str(folder), "--resume")
+    assert len(resumed.result.train_losses) == 2
+    for found, expected in zip(resumed.result.train_losses, losses[18:], strict=True):
+        assert math.isclose(found, expected, rel_tol=1e-5), (found, expected)
+
+
+@on_rank
+def saves(mesh: DeviceMesh, folder: Path) -> list[float]:
+    """Train on these ranks; the losses."""
+    trainer, _ = trained(mesh, "mfsdp", *SLOWLY, "--checkpoint", str(folder), "--save-every", "18", "--keep", "2")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "step-20")
+    return trainer.result.train_losses
+
+
+def test_resumes_on_another_number_of_ranks(worlds: Worlds, tmp_path: Path) -> None:
+    losses = worlds.get(2).run(__name__, "saves", {"folder": tmp_path}, timeout=60)[0]
+    for ranks in (1, 3, 4):
+        worlds.get(ranks).run(__name__, "resumes_on", {"folder": tmp_path, "losses": losses}, timeout=60)
+
+
 def test_from_the_command_line(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("to be or not to be, " * 200)
-    command = [sys.executable, f"{EXAMPLES}/train_lm.py", *TINY, "--data", str(text)]
-    alone = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    checkpoints = ("--checkpoint", str(tmp_path / "run"))
+    command = [sys.executable, f"{EXAMPLES}/train_lm.py", *TINY, "--data", str(text), *checkpoints]
+    alone = subprocess.run([*command, "--save-every", "15"], capture_output=True, text=True, timeout=120)
     assert alone.returncode == 0, alone.stderr
     assert "ShardPlan for 1 rank" in alone.stdout
     assert alone.stdout.rstrip().endswith("0, with 0 bytes")
+
+    (data,) = (tmp_path / "run" / "step-20").glob("*.distcp")
+    damaged = bytearray(data.read_bytes())
+    damaged[-1] ^= 1
+    data.write_bytes(damaged)
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120)
+    assert again.returncode == 2
+    assert f"train_lm: the checkpoint {tmp_path / 'run' / 'step-20'} is damaged" in again.stdout
+    assert "model.blocks.0.up.weight" in again.stdout
 
     missing = subprocess.run([*command, "--data", "nowhere"], capture_output=True, text=True, timeout=120)
     assert missing.returncode == 2
@@ -170,6 +244,10 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         "--baseline ddp --overlap": "--overlap and --optimizer shampoo and soap are mfsdp's; "
         "the baselines are torch's own.",
         "--stepz 3": "unrecognized arguments: --stepz 3",
+        "--resume": "--save-every and --resume need --checkpoint DIR, the folder of the run's checkpoints.",
+        "--save-every 5": "--save-every and --resume need --checkpoint DIR, the folder of the run's checkpoints.",
+        "--checkpoint here --save-every 0": "--save-every must be at least 1, but is 0.",
+        "--checkpoint here --keep 2": "--keep needs --save-every N: without it nothing is saved.",
     }.items():
         with pytest.raises(SystemExit) as ended:
             arguments.parse(wrong.split(), ranks=2)

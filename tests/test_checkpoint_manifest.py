@@ -92,8 +92,8 @@ the checkpoint FOLDER is damaged: 3 files are not what was saved. Nothing was lo
 
 
 def test_long_lists_of_names_are_cut() -> None:
-    names = tuple(f"layer.{index}" for index in range(11))
-    assert str(Damage("file", "is missing", names)).endswith("layer.6, layer.7 and 3 more")
+    names = tuple(f"layer.{index}" for index in range(53))
+    assert str(Damage("file", "is missing", names)).endswith("layer.48, layer.49 and 3 more")
     twice = DamagedCheckpointError(Path("here"), [Damage("file", "is missing"), Damage("file", "is short")])
     assert [damage.fault for damage in twice.damages] == ["is missing"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 __all__ = ["CheckpointError", "Damage", "DamagedCheckpointError"]
 
-_NAMES_SHOWN = 8
+_NAMES_SHOWN = 50
 
 
 class CheckpointError(RuntimeError):
