@@ -10,7 +10,7 @@ from torch import nn
 
 from mfsdp.optim import Muon, newton_schulz
 
-SHAPES = [(16, 16), (24, 8), (8, 24), (1, 5), (5, 1), (3, 2)]
+SHAPES = [(16, 16), (24, 8), (8, 24), (1, 5), (5, 1), (3, 2), (333, 101), (77, 160)]
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mfsdp.optim import Muon, batching, newton_schulz
-from mfsdp.optim.newton_schulz import COEFFICIENTS, iterate
+from mfsdp.optim import Muon, elementwise, newton_schulz
+from mfsdp.optim.newton_schulz import COEFFICIENTS
 from mfsdp.planning.split import BlocksOf, EqualBlocks, Flatten, Stack
 
 SHAPES = [(6, 6), (9, 4), (4, 9), (6, 6), (1, 7), (7, 1), (9, 4)]
@@ -183,8 +184,9 @@ def _updates(batched: bool, dtype: torch.dtype, ns_dtype: torch.dtype) -> list[T
     return [param.detach() - old for param, old in zip(params, before, strict=True)]
 
 
-def test_compiled_is_eager_with_few_compilations() -> None:
-    """Six shapes, one by one and batched, with a learning rate that changes: compiled a handful of times."""
+@pytest.mark.parametrize("variant", [{}, {"momentum_style": "heavy_ball", "cautious": True}, {"nesterov": False}])
+def test_compiled_is_eager_with_few_compilations(variant: dict[str, Any]) -> None:
+    """Ten shapes, wide and tall, one of them a stack, and a learning rate and a momentum that change."""
     torch._dynamo.reset()
     graphs = []
 
@@ -192,21 +194,27 @@ def test_compiled_is_eager_with_few_compilations() -> None:
         graphs.append(graph)
         return graph.forward
 
-    compiled_iterate = torch.compile(iterate, dynamic=True, backend=backend)
-    shapes = [(6, 6), (9, 4), (5, 11), (6, 6), (8, 8), (7, 3), (9, 4), (10, 12)]
-    compiled, eager = parameters(shapes), parameters(shapes)
-    with mock.patch.object(batching, "_compiled_iterate", return_value=compiled_iterate):
-        for options, params in (({"compile": True, "batched": True}, compiled), ({}, eager)):
-            optimizer = Muon(params, **DOUBLE, **options)
+    @cache
+    def compiled(function: Callable[..., None]) -> Callable[..., None]:
+        return torch.compile(function, dynamic=True, backend=backend, fullgraph=True)
+
+    shapes = [(6, 6), (9, 4), (5, 11), (6, 6), (8, 8), (7, 3), (9, 4), (10, 12), (3, 5), (4, 2)]
+    params = {compiling: parameters([*shapes, (9, 7)]) for compiling in (True, False)}
+    with mock.patch.object(elementwise, "_compiled", compiled):
+        for compiling, (*matrices, fused) in params.items():
+            groups = [{"params": matrices}, {"params": [fused], "split": EqualBlocks(3)}]
+            optimizer = Muon(groups, **DOUBLE, compile=compiling, batched=True, **variant)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-            for step in range(4):
-                for param, grad in zip(params, gradients(params, step), strict=True):
+            for step in range(6):
+                for param, grad in zip(params[compiling], gradients(params[compiling], step), strict=True):
                     param.grad = grad
+                for group in optimizer.param_groups:
+                    group["momentum"] = 0.95 - 0.01 * step
                 optimizer.step()
                 schedule.step()
-    for a, b in zip(compiled, eager, strict=True):
+    for a, b in zip(params[True], params[False], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    assert 1 <= len(graphs) <= 4
+    assert 2 <= len(graphs) <= 6
 
 
 SPLITS: list[tuple[tuple[int, ...], Any, Callable[[Tensor], list[Tensor]]]] = [

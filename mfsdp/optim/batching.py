@@ -3,8 +3,7 @@
 A matrix here is a tensor of shape ``(k, m, n)``: ``k`` matrices that lie together in one parameter.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -44,46 +43,61 @@ def batches(shapes: Sequence[torch.Size], batched: bool) -> Iterator[list[int]]:
 
 
 def orthogonalize(
-    matrices: Iterable[Tensor],
+    write: Callable[[int, Tensor], None],
     shapes: Sequence[torch.Size],
     device: torch.device,
     iteration: NewtonSchulz,
     workspace: Workspace,
-    compile: bool = False,
 ) -> list[Tensor]:
     """The orthogonal factors of one batch.
 
     Args:
-        matrices: ``(k, m, n)`` or ``(k, n, m)`` each; each is read before the next one is asked for.
-        shapes: theirs.
-        device: theirs.
+        write: called for each matrix with its position and a contiguous tensor, where it puts the matrix.
+        shapes: ``(k, m, n)`` or ``(k, n, m)`` each.
+        device: where the matrices are.
         iteration: what is done.
         workspace: memory for it.
-        compile: whether the iteration runs compiled.
 
     Returns:
         For each matrix its factor, of its shape, in ``iteration.dtype``; valid until the workspace is used again.
     """
+    if sum(shape[0] for shape in shapes) == 1:
+        return [_orthogonalize_one(write, shapes[0], device, iteration, workspace)]
     counts = [shape[0] for shape in shapes]
     short, long = sorted(shapes[0][1:])
     x = workspace.take("x", (sum(counts), short, long), iteration.dtype, device)
-    for matrix, place in zip(matrices, x.split(counts), strict=True):
-        _normalise_into(matrix, place, iteration.eps)
-    single = x[0] if len(x) == 1 else x
-    schedule = iteration.schedule()
-    result = _compiled_iterate()(single, schedule) if compile else iterate(single, schedule, workspace)
-    factors = result.view_as(x).split(counts)
+    for index, (shape, place) in enumerate(zip(shapes, x.split(counts), strict=True)):
+        # One by one: a matrix stays in the cache from its average to its place in the batch.
+        tall = shape[1] > shape[2]
+        matrix = workspace.take("tall", shape, x.dtype, device) if tall else place
+        write(index, matrix)
+        norm = matrix.norm(dim=(-2, -1), keepdim=True)
+        if tall:
+            _transpose_into(matrix, place)
+        place.div_(norm.clamp_(min=iteration.eps))
+    factors = iterate(x, iteration.schedule(), workspace).split(counts)
     return [factor.mT if shape[1] > shape[2] else factor for factor, shape in zip(factors, shapes, strict=True)]
 
 
-def _normalise_into(matrix: Tensor, place: Tensor, eps: float) -> None:
-    """Write ``matrix`` to ``place``, transposed if it is tall, each of its matrices divided by its norm."""
-    cast = matrix.to(place.dtype)
-    norm = cast.norm() if len(cast) == 1 else cast.norm(dim=(-2, -1), keepdim=True)
-    torch.div(cast, norm.clamp(min=eps), out=place.mT if matrix.size(1) > matrix.size(2) else place)
+def _orthogonalize_one(
+    write: Callable[[int, Tensor], None],
+    shape: torch.Size,
+    device: torch.device,
+    iteration: NewtonSchulz,
+    workspace: Workspace,
+) -> Tensor:
+    """A batch of one, as torch.optim.Muon does it: a tall matrix is the transpose of what lies in memory."""
+    tall = shape[1] > shape[2]
+    matrix = workspace.take("tall" if tall else "x", shape, iteration.dtype, device)
+    write(0, matrix)
+    matrix.div_(matrix.norm().clamp_(min=iteration.eps))
+    x = matrix[0].mT if tall else matrix[0]
+    spare = workspace.take("x", x.shape, x.dtype, device)
+    factor = iterate(x, iteration.schedule(), workspace, spare)
+    return (factor.mT if tall else factor)[None]
 
 
-@cache
-def _compiled_iterate() -> Callable[..., Tensor]:
-    """One compiled function for all batches, dynamic in their number and their shape."""
-    return torch.compile(iterate, dynamic=True)
+def _transpose_into(matrix: Tensor, place: Tensor) -> None:
+    if len(matrix) == 1:  # torch has a faster way for two dimensions
+        matrix, place = matrix[0], place[0]
+    place.copy_(matrix.mT)

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.adjust_lr import AdjustLr, adjustment
 from mfsdp.optim.batching import batches, orthogonalize
+from mfsdp.optim.elementwise import Average, Step
 from mfsdp.optim.group_options import check_numbers, dtype_name, dtype_of
 from mfsdp.optim.logical import check_matrix, split_of
 from mfsdp.optim.newton_schulz import QUINTIC, Coefficients, NewtonSchulz, Workspace
@@ -88,7 +89,8 @@ class Muon(OwnerLocalOptimizer):
             ``(E, m, n)``; each is orthogonalised and scaled by itself.
         batched: whether matrices of one shape are orthogonalised together: faster where they are small or many,
             but rounded as batched products are, so no longer bit-equal to one by one.
-        compile: whether the iteration runs compiled; shapes are dynamic, and ``lr`` is no part of it.
+        compile: whether the elementwise work before and after the iteration runs compiled, each in one pass over
+            memory; shapes are dynamic, and neither ``lr`` nor ``momentum`` is part of what is compiled.
         capturable: whether the step may be captured in a CUDA graph; a tensor ``lr`` is then read on the device.
 
     Raises:
@@ -177,11 +179,18 @@ class Muon(OwnerLocalOptimizer):
             self._update_batch(group, [logical[index] for index in batch])
 
     def _update_batch(self, group: dict[str, Any], batch: Sequence[_Logical]) -> None:
-        iteration = _iteration(group)
-        # One by one: a matrix stays in the cache from its average to its place in the batch.
-        directions = (_direction(group, matrix, self._workspace) for matrix in batch)
+        average = Average(
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            heavy_ball=group["momentum_style"] == "heavy_ball",
+            compiled=group["compile"],
+        )
+
+        def write(index: int, out: Tensor) -> None:
+            average.into(out, batch[index].grad, batch[index].momentum, self._workspace)
+
         shapes, device = [matrix.param.shape for matrix in batch], batch[0].param.device
-        updates = orthogonalize(directions, shapes, device, iteration, self._workspace, group["compile"])
+        updates = orthogonalize(write, shapes, device, _iteration(group), self._workspace)
         if group["second_moment"] is not None:
             updates = [
                 _normalised_rows(update, matrix.second_moment, group["second_moment"])
@@ -213,22 +222,6 @@ def _logical_matrices(update: LocalUpdate, rule: Split | SplitRule | None) -> li
     ]
 
 
-def _direction(group: dict[str, Any], matrix: _Logical, workspace: Workspace) -> Tensor:
-    """Update the average of a matrix; the direction to orthogonalise, valid until the next call."""
-    momentum, buffer, grad = group["momentum"], matrix.momentum, matrix.grad
-    heavy_ball = group["momentum_style"] == "heavy_ball"
-    if heavy_ball:
-        buffer.mul_(momentum).add_(grad)
-    else:
-        buffer.lerp_(grad, 1 - momentum)
-    if not group["nesterov"]:
-        return buffer
-    out = workspace.take("direction", grad.shape, grad.dtype, grad.device)
-    if heavy_ball:
-        return torch.add(grad, buffer, alpha=momentum, out=out)
-    return torch.lerp(grad, buffer, momentum, out=out)
-
-
 def _normalised_rows(update: Tensor, second_moment: Tensor | None, beta: float) -> Tensor:
     """NorMuon's update of the factors ``(k, m, n)``, in the dtype of the second moment."""
     assert second_moment is not None
@@ -241,19 +234,15 @@ def _normalised_rows(update: Tensor, second_moment: Tensor | None, beta: float) 
 
 def _apply(group: dict[str, Any], batch: Sequence[_Logical], updates: Sequence[Tensor]) -> None:
     """Weight decay, then the step along ``updates``."""
-    lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
-    decay = lr * group["weight_decay"]
+    step = Step(
+        lr=group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"],
+        weight_decay=group["weight_decay"],
+        cautious=group["cautious"],
+        capturable=group["capturable"],
+        compiled=group["compile"],
+    )
     for matrix, update in zip(batch, updates, strict=True):
-        param = matrix.param
-        if group["cautious"]:
-            param.sub_(param * (param * update >= 0) * decay)
-        else:
-            param.mul_(1 - decay)
-        scaled_lr = lr * adjustment(group, param.size(1), param.size(2))
-        if group["capturable"]:  # a tensor is no alpha without being read
-            param.sub_(update * scaled_lr)
-        else:
-            param.add_(update, alpha=-scaled_lr)
+        step.along(update, matrix.param, adjustment(group, matrix.param.size(1), matrix.param.size(2)))
 
 
 def _check_options(group: dict[str, Any]) -> None:

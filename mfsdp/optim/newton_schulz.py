@@ -107,33 +107,35 @@ class Workspace:
         return flat[:numel].view(*shape)
 
 
-def iterate(x: Tensor, schedule: Sequence[Coefficients], workspace: Workspace | None = None) -> Tensor:
+def iterate(
+    x: Tensor, schedule: Sequence[Coefficients], workspace: Workspace | None = None, spare: Tensor | None = None
+) -> Tensor:
     """The steps alone, on normalised matrices that are not tall.
 
     Args:
-        x: shape ``(m, n)`` or ``(B, m, n)`` with ``m <= n``; overwritten if there is a workspace.
+        x: shape ``(m, n)`` or ``(B, m, n)`` with ``m <= n``.
         schedule: coefficients of each step.
         workspace: where intermediate results go; without one they are allocated.
+        spare: of the shape of ``x``, for results, if there is a workspace; by default ``x`` is overwritten.
     """
     multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
-    gram = polynomial = other = None
+    gram = polynomial = out = next_out = None
     if workspace is not None:
         square = (*x.shape[:-1], x.shape[-2])
         gram = workspace.take("gram", square, x.dtype, x.device)
         polynomial = workspace.take("polynomial", square, x.dtype, x.device)
-        other = workspace.take("other", x.shape, x.dtype, x.device)
+        out, next_out = workspace.take("other", x.shape, x.dtype, x.device), x if spare is None else spare
     for a, b, c in schedule:
         gram = torch.matmul(x, x.mT, out=gram)
         if c:
             polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c, out=polynomial)
         else:
             polynomial = torch.mul(gram, b, out=polynomial)
-        result = multiply_add(x, polynomial, x, beta=a, out=other)
-        if workspace is not None:
-            other = x
-        else:
+        x = multiply_add(x, polynomial, x, beta=a, out=out)
+        if workspace is None:
             gram = polynomial = None
-        x = result
+        else:
+            out, next_out = next_out, out
     return x
 
 

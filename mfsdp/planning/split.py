@@ -80,7 +80,8 @@ class Split:
         """
         if not tensor.numel():
             return tuple(tensor.new_empty((0, rows, columns)) for _, rows, columns in self.shapes())
-        return tensor.view(-1, self.rows, self.columns).split(self.blocks, dim=1 + self.dim)
+        whole = tensor.view(-1, self.rows, self.columns)
+        return (whole,) if len(self.blocks) == 1 else whole.split(self.blocks, dim=1 + self.dim)
 
 
 def split_by(rule: SplitRule, name: str, shape: tuple[int, ...]) -> Split:

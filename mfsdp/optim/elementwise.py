@@ -1,0 +1,121 @@
+"""Muon's elementwise work around the iteration: the average of gradients before it, the step along it after it.
+
+Each is written twice: one operation after another, which gives torch's numbers bit for bit, and as a function that
+is compiled into one pass over memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mfsdp.optim.newton_schulz import Workspace
+
+__all__ = ["Average", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """How gradients are averaged, and how far the update looks ahead.
+
+    Args:
+        momentum: factor of the average.
+        nesterov: whether the update looks ahead by one average.
+        heavy_ball: whether gradients are summed rather than averaged.
+        compiled: whether all of it is one pass.
+    """
+
+    momentum: float
+    nesterov: bool
+    heavy_ball: bool
+    compiled: bool
+
+    def into(self, out: Tensor, grad: Tensor, buffer: Tensor, workspace: Workspace) -> None:
+        """Average ``grad`` into ``buffer``, and write the direction to go to ``out``, in the dtype that it has."""
+        if self.compiled:
+            factor = _on_device(self.momentum, grad)
+            _compiled(_average)(*_flat(out, grad, buffer), factor, self.nesterov, self.heavy_ball)
+            return
+        if self.heavy_ball:
+            buffer.mul_(self.momentum).add_(grad)
+        else:
+            buffer.lerp_(grad, 1 - self.momentum)
+        if not self.nesterov:
+            out.copy_(buffer)
+            return
+        ahead = workspace.take("ahead", grad.shape, grad.dtype, grad.device)
+        if self.heavy_ball:
+            torch.add(grad, buffer, alpha=self.momentum, out=ahead)
+        else:
+            torch.lerp(grad, buffer, self.momentum, out=ahead)
+        out.copy_(ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Weight decay, then the step along an update.
+
+    Args:
+        lr: learning rate, a number or a 0-d tensor.
+        weight_decay: decoupled weight decay.
+        cautious: whether it is left out where it opposes the update.
+        capturable: whether a tensor ``lr`` must not be read.
+        compiled: whether all of it is one pass.
+    """
+
+    lr: Any
+    weight_decay: float
+    cautious: bool
+    capturable: bool
+    compiled: bool
+
+    def along(self, update: Tensor, param: Tensor, adjustment: float) -> None:
+        """Step ``param`` by ``lr * adjustment`` against ``update``."""
+        decay, scaled_lr = self.lr * self.weight_decay, self.lr * adjustment
+        if self.compiled:
+            decay, scaled_lr = _on_device(decay, param), _on_device(scaled_lr, param)
+            _compiled(_step)(*_flat(param, update), decay, scaled_lr, self.cautious)
+            return
+        if self.cautious:
+            param.sub_(param * (param * update >= 0) * decay)
+        else:
+            param.mul_(1 - decay)
+        if self.capturable:  # a tensor is no alpha without being read
+            param.sub_(update * scaled_lr)
+        else:
+            param.add_(update, alpha=-scaled_lr)
+
+
+def _average(out: Tensor, grad: Tensor, buffer: Tensor, momentum: Tensor, nesterov: bool, heavy_ball: bool) -> None:
+    weight = 1 if heavy_ball else 1 - momentum
+    average = buffer * momentum + grad * weight
+    buffer.copy_(average)
+    out.copy_(average * momentum + grad * weight if nesterov else average)
+
+
+def _step(param: Tensor, update: Tensor, decay: Tensor, scaled_lr: Tensor, cautious: bool) -> None:
+    kept = param - param * (param * update >= 0) * decay if cautious else param * (1 - decay)
+    param.copy_(kept - update * scaled_lr)
+
+
+@cache
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """One compiled function for all shapes; what changes from step to step is a tensor, so that it is no part of it."""
+    return torch.compile(function, dynamic=True)
+
+
+def _on_device(value: Any, like: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.full((), value, dtype=dtype, device=like.device)
+
+
+def _flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of one shape ``(k, m, n)`` with as few dimensions as will do, so that there is less to compile for."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return tuple(tensor.view(-1) for tensor in tensors)
+    return tuple(tensor[0] for tensor in tensors) if len(tensors[0]) == 1 else tensors
