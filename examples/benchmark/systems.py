@@ -1,0 +1,65 @@
+"""The ways to train that the benchmarks compare, each as a model and its optimizers."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from baselines import AllToAllMuon, GatherOnceMuon, zero1_owner_muon
+from gpt import GPT
+from setups import Setup, matrix_names, with_ddp, with_fsdp2, with_mfsdp
+
+LR, OTHER_LR = 0.02, 3e-3
+
+MatrixOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def options(optimizer: str = "muon") -> argparse.Namespace:
+    """What the example's set-ups want to know."""
+    return argparse.Namespace(optimizer=optimizer, lr=LR, other_lr=OTHER_LR, dtype="fp32", overlap=False)
+
+
+def _split(model: GPT, mesh: DeviceMesh) -> tuple[list[str], list[str]]:
+    matrices = matrix_names(model, mesh)
+    names = [name for name, _ in model.named_parameters()]
+    return [name for name in names if name in matrices], [name for name in names if name not in matrices]
+
+
+def _on_fsdp2(matrix_optimizer: MatrixOptimizer, model: GPT, mesh: DeviceMesh) -> Setup:
+    chosen, others = _split(model, mesh)
+    for module in (*model.blocks, model):
+        fsdp2_fully_shard(module, mesh=mesh)
+    return _setup(model, model, chosen, others, matrix_optimizer)
+
+
+def _on_ddp(matrix_optimizer: MatrixOptimizer, model: GPT, mesh: DeviceMesh) -> Setup:
+    chosen, others = _split(model, mesh)
+    return _setup(DistributedDataParallel(model), model, chosen, others, matrix_optimizer)
+
+
+def _setup(
+    wrapped: nn.Module, model: GPT, chosen: list[str], others: list[str], matrix_optimizer: MatrixOptimizer
+) -> Setup:
+    params = dict(model.named_parameters())
+    rest = torch.optim.AdamW([params[name] for name in others], lr=OTHER_LR, foreach=True)
+    return Setup(wrapped, [matrix_optimizer([params[name] for name in chosen]), rest])
+
+
+SYSTEMS: dict[str, Callable[[GPT, DeviceMesh], Setup]] = {
+    "mfsdp": lambda model, mesh: with_mfsdp(model, mesh, options()),
+    "stock": lambda model, mesh: with_fsdp2(model, mesh, options()),
+    "gather-once": lambda model, mesh: _on_fsdp2(lambda params: GatherOnceMuon(params, lr=LR), model, mesh),
+    "all-to-all": lambda model, mesh: _on_fsdp2(lambda params: AllToAllMuon(params, lr=LR), model, mesh),
+    "zero1-owner": lambda model, mesh: _on_ddp(lambda params: zero1_owner_muon(params, lr=LR), model, mesh),
+    "ddp": lambda model, mesh: with_ddp(model, mesh, options()),
+    "adamw": lambda model, mesh: with_fsdp2(model, mesh, options("adamw")),
+}
+"""Name -> what makes a model ready; FSDP2 lies under stock, gather-once, all-to-all and adamw."""
