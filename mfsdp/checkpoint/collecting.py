@@ -1,5 +1,6 @@
 """What a checkpoint is made of: the states of a model and its optimizers as one tree, by unsharded names."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def collect(state: ModelState, optimizers: Sequence[Optimizer], ranks: Ranks) ->
         model         name -> tensor
         optimizer     what torch's get_optimizer_state_dict returns: state, by parameter name, and param_groups
         rng           rank -> device type -> state of its generator; here that of this rank
-        mfsdp         what says that mfsdp has written it: the number of ranks
+        mfsdp         what says that mfsdp has written it: the number of ranks, and their byte order
 
     A tied tensor is in it once, under its canonical name.
     """
@@ -42,7 +43,9 @@ def collect(state: ModelState, optimizers: Sequence[Optimizer], ranks: Ranks) ->
     tree: dict[str, Any] = {"model": model}
     if optimizers:
         tree["optimizer"] = _optimizer_tree(state, optimizers)
-    return tree | {"rng": {str(ranks.rank): rng_state()}, "mfsdp": {"ranks": ranks.size}}
+    tree["rng"] = {str(ranks.rank): rng_state()}
+    tree["mfsdp"] = {"ranks": ranks.size, f"{sys.byteorder}_endian": True}
+    return tree
 
 
 def _optimizer_tree(state: ModelState, optimizers: Iterable[Optimizer]) -> dict[str, Any]:

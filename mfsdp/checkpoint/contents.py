@@ -1,6 +1,7 @@
 """What lies in a checkpoint of ``torch.distributed.checkpoint``, by name, whoever has written it."""
 
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ __all__ = ["Contents", "open_checkpoint"]
 _METADATA = ".metadata"
 _MARK = "mfsdp.ranks"
 """An entry of every checkpoint that mfsdp has written, so that a missing manifest is noticed."""
+_BYTE_ORDER = f"mfsdp.{sys.byteorder}_endian"
+"""An entry of those that were written with this machine's byte order."""
 
 Entry = TensorStorageMetadata | BytesStorageMetadata
 
@@ -43,6 +46,11 @@ class Contents:
     def is_own(self) -> bool:
         """Whether mfsdp has written it."""
         return _MARK in self.entries
+
+    @property
+    def is_stored_plainly(self) -> bool:
+        """Whether tensors lie in the files as they lie in memory, contiguous."""
+        return self.is_own and _BYTE_ORDER in self.entries
 
     def below(self, prefix: str) -> Iterator[str]:
         """The keys that start with ``prefix`` and a dot, without these."""

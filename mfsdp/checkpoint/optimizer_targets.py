@@ -81,20 +81,21 @@ class OptimizerTargets:
         misfits: Misfits,
     ) -> None:
         """Add targets for the saved entries of one parameter."""
-        expected = part.state.get(param, {})
-        says = False
-        if entries and isinstance(part, OwnerLocalOptimizer):
-            expected, says = part.new_state(group, param), True
+        expected: Mapping[str, Any] = part.state.get(param, {})
+        ours, fresh = isinstance(part, OwnerLocalOptimizer), False
+        if isinstance(part, OwnerLocalOptimizer) and entries and not _is_like(expected, entries, contents):
+            expected, fresh = part.new_state(group, param), True
             misfits.missing.extend(f"{names[0]}.{entry}" for entry in expected if entry not in entries)
             misfits.unexpected.extend(f"{names[0]}.{entry}" for entry in entries if entry not in expected)
         for entry, key in entries.items():
             saved, like = contents.entries[key], expected.get(entry)
             if not isinstance(saved, TensorStorageMetadata):
                 self.values[key] = None
-            elif not says:
+            elif not ours:
                 self.values[key] = _target(f"{names[0]}.{entry}", entry, saved, param, like, misfits)
             elif isinstance(like, Tensor) and misfits.check_shape(f"{names[0]}.{entry}", saved.size, like.shape):
-                self.values[key] = _empty_like(like, saved.properties.dtype)
+                usable = fresh and like.dtype == saved.properties.dtype
+                self.values[key] = like if usable else _empty_like(like, saved.properties.dtype)
 
     def load_into(self, optimizers: Sequence[Optimizer], read: Mapping[str, Any]) -> None:
         """Give the optimizers what was read."""
@@ -223,6 +224,17 @@ def _target(
         f"how it is to be sharded; take a step before loading"
     )
     return None
+
+
+def _is_like(state: Mapping[str, Any], entries: Mapping[str, str], contents: Contents) -> bool:
+    """Whether a state has the saved entries, in their shapes."""
+    if state.keys() != entries.keys():
+        return False
+    for entry, key in entries.items():
+        value, saved = state[entry], contents.entries[key]
+        if not isinstance(value, Tensor) or not isinstance(saved, TensorStorageMetadata) or value.shape != saved.size:
+            return False
+    return True
 
 
 def _empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from mfsdp.checkpoint.contents import Contents
+from mfsdp.checkpoint.direct_reader import DirectReader
 from mfsdp.checkpoint.errors import CheckpointError
 from mfsdp.dtensor import is_local, local_tensor
 
@@ -34,7 +35,8 @@ def read(contents: Contents, targets: Mapping[str, Any], reader: StorageReader |
     """
     values = dict(targets)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = FileSystemReader(contents.folder) if reader is None else reader
+    if reader is None:
+        reader = DirectReader(contents) if contents.is_stored_plainly else FileSystemReader(contents.folder)
     planner.set_up_planner(values, contents.metadata, is_coordinator=False)
     reader.set_up_storage_reader(contents.metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())

@@ -1,6 +1,7 @@
 """Saving: every rank writes what it owns, and the checkpoint appears when all have done so."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from mfsdp.checkpoint import directory
 from mfsdp.checkpoint.checksums import FileSum, checksum_of_file
 from mfsdp.checkpoint.collecting import Optimizers, check_extra, collect, listed
 from mfsdp.checkpoint.errors import CheckpointError
+from mfsdp.checkpoint.in_flight import wait_for_saves
 from mfsdp.checkpoint.manifest import Manifest
 from mfsdp.checkpoint.names import ModelState
 from mfsdp.checkpoint.ranks import Ranks
 from mfsdp.checkpoint.writing import PlannedSave, Writer, Written
 from mfsdp.fsdp import plan_of
 
-__all__ = ["PLAN", "Destination", "plan_save", "save"]
+__all__ = ["Destination", "plan_save", "save"]
 
 PLAN = "plan.json"
 """The file that holds the model's plan, for people and tools; loading does not need it."""
@@ -57,12 +59,14 @@ def save(
         ValueError: ``keep`` is less than 1.
         CheckpointError: on every rank, if it cannot be saved; what was at ``path`` is as it was.
     """
+    wait_for_saves()
     ranks = Ranks(process_group)
     planned, target = plan_save(path, model, optimizer, extra, keep, ranks)
     with target:
         writer = Writer(target.temporary, ranks.rank)
-        written = ranks.together(f"saving to {target.path}", lambda: writer.write(planned.plans, planned.planner))
-        return target.publish(planned, writer, written)
+        plan = planned.plans[ranks.rank]
+        written = ranks.together(f"saving to {target.path}", lambda: writer.write(plan, planned.planner))
+        return target.publish(planned, written, ranks)
 
 
 class Destination:
@@ -78,7 +82,7 @@ class Destination:
     def __init__(self, path: Path, keep: int | None, plan: str | None, ranks: Ranks) -> None:
         self.path = path
         self.temporary = ranks.on_first(f"saving to {path}", lambda: self._make(path))
-        self._keep, self._plan, self._ranks = keep, plan, ranks
+        self._keep, self._plan, self._is_first = keep, plan, ranks.rank == 0
 
     @staticmethod
     def _make(path: Path) -> Path:
@@ -93,23 +97,23 @@ class Destination:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._ranks.rank == 0 and self.temporary.exists():
+        if self._is_first:
             directory.discard(self.temporary)
 
-    def publish(self, planned: PlannedSave, writer: Writer, written: list[Written]) -> Path:
+    def publish(self, planned: PlannedSave, written: Sequence[Written], ranks: Ranks) -> Path:
         """Complete the checkpoint, when every rank has written its part, and give it its name.
 
         Raises:
             CheckpointError: on every rank.
         """
-        self._ranks.on_first(f"saving to {self.path}", lambda: self._finish(planned, writer, written))
+        ranks.on_first(f"saving to {self.path}", lambda: self._finish(planned, written))
         return self.path
 
-    def _finish(self, planned: PlannedSave, writer: Writer, written: list[Written]) -> None:
+    def _finish(self, planned: PlannedSave, written: Sequence[Written]) -> None:
         sums = {name: each for rank in written for name, each in rank.sums.items()}
         self._check_files(sums)
         results = [planned.with_aliases(rank.results) for rank in written]
-        writer.finish(planned.metadata, results)
+        Writer(self.temporary, 0).finish(planned.metadata, results)
         if self._plan is not None:
             _write(self.temporary / PLAN, self._plan)
             sums[PLAN] = checksum_of_file(self.temporary / PLAN)

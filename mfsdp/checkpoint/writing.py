@@ -21,7 +21,7 @@ from mfsdp.checkpoint.checksums import ChecksumStream, FileSum
 from mfsdp.checkpoint.errors import CheckpointError
 from mfsdp.checkpoint.ranks import Ranks
 
-__all__ = ["PlannedSave", "Writer", "Written"]
+__all__ = ["PlannedSave", "Writer", "Written", "nbytes_of"]
 
 _EXTRA = "extra"
 
@@ -46,23 +46,20 @@ class _Planner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         object = super().transform_object(write_item, object)
-        return object if write_item.type is WriteItemType.BYTE_IO else _without_surroundings(object.detach())
+        return object if write_item.type is WriteItemType.BYTE_IO else _alone(object.detach())
 
 
-def _without_surroundings(tensor: Tensor) -> Tensor:
-    """``tensor`` as one with memory of its own size: serialization writes all of a tensor's storage.
+def _alone(tensor: Tensor) -> Tensor:
+    """``tensor``, contiguous, in memory of its own size: serialization writes all of a tensor's storage.
 
-    A parameter lies in a segment with others. No bytes are copied unless it has gaps.
+    A parameter lies in a segment with others; no bytes are copied for that.
     """
+    tensor = tensor.contiguous()
     storage = tensor.untyped_storage()
     if not tensor.is_cpu or storage.nbytes() == tensor.nbytes or not tensor.numel():
         return tensor
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if extent != tensor.numel():
-        return tensor.clone()
     start = tensor.storage_offset() * tensor.itemsize
-    part = storage[start : start + tensor.nbytes]
-    return tensor.new_empty(0).set_(part, 0, tensor.shape, tensor.stride())
+    return tensor.new_empty(0).set_(storage[start : start + tensor.nbytes], 0, tensor.shape, tensor.stride())
 
 
 @dataclass(frozen=True)
@@ -105,6 +102,7 @@ class PlannedSave:
             plans, metadata = planner.create_global_plan([each for each, _ in local])
         except ValueError as error:  # on every rank alike
             raise CheckpointError(f"the ranks' tensors do not fit together: {error}") from error
+        plans = FileSystemWriter("").prepare_global_plan(plans)  # names the files
         aliases: dict[str, tuple[str, ...]] = {}
         for name, others in local[0][1].items():
             aliases[f"model.{name}"] = tuple(f"model.{other}" for other in others)
@@ -112,10 +110,6 @@ class PlannedSave:
                 metadata.state_dict_metadata[f"model.{other}"] = metadata.state_dict_metadata[f"model.{name}"]
                 metadata.planner_data[f"model.{other}"] = ("model", other)
         return cls(planner, plans, metadata, aliases)
-
-    def nbytes(self, rank: int) -> int:
-        """Bytes of the tensors that ``rank`` writes."""
-        return sum(_nbytes(item) for item in self.plans[rank].items)
 
     def with_aliases(self, written: Iterable[WriteResult]) -> list[WriteResult]:
         """``written``, and each of it that has other names under these, too."""
@@ -127,7 +121,8 @@ class PlannedSave:
         return results
 
 
-def _nbytes(item: WriteItem) -> int:
+def nbytes_of(item: WriteItem) -> int:
+    """Bytes of the tensor that an item is; 0 of what is no tensor."""
     if item.tensor_data is None:
         return 0
     chunk = item.tensor_data.chunk
@@ -174,15 +169,13 @@ class Writer:
         self._writer = FileSystemWriter(folder, overwrite=False)
         self._writer.fs = self._files
         self._writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-        self._rank = rank
 
-    def write(self, plans: list[SavePlan], planner: DefaultSavePlanner) -> Written:
+    def write(self, plan: SavePlan, planner: DefaultSavePlanner) -> Written:
         """Write this rank's items to the disk; a rank that has none makes no file.
 
         Raises:
             OSError: it cannot be written.
         """
-        plan = self._writer.prepare_global_plan(plans)[self._rank]
         if not plan.items:
             return Written([], {})
         try:
