@@ -64,6 +64,8 @@ def test_a_sum_fits_its_size() -> None:
 def test_reads_what_was_written(saved: tuple[Path, Manifest]) -> None:
     folder, manifest = saved
     assert Manifest.read(folder) == manifest
+    assert Manifest.claimed_time(folder) == manifest.saved_at
+    assert Manifest.claimed_time(folder / "nowhere") == 0
     manifest.verify(folder)
     assert manifest.has_its_sizes(folder)
 

@@ -42,9 +42,6 @@ __all__ = [
 ABANDONED_AFTER = 3600.0
 """Seconds without a change after which a temporary folder of another machine's run counts as left behind."""
 
-NEVER = -1.0
-"""When an incomplete checkpoint was saved."""
-
 _TEMPORARY = re.compile(
     r"\.(?P<name>.+)\.(?P<host>[\w-]*)-(?P<pid>\d+)-(?P<started>\d+)\.(?P<kind>writing|replaced|removed)"
 )
@@ -177,12 +174,15 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     if path.exists() or not path.parent.is_dir():
         return path
     aside = [each.path for each in _temporaries(path.parent) if each.kind == "replaced" and each.name == path.name]
-    return max(aside, key=_saved_at, default=path)
+    return max(aside, key=lambda folder: (is_complete(folder), Manifest.claimed_time(folder)), default=path)
 
 
 def is_complete(folder: Path) -> bool:
     """Whether there is a readable manifest, and all files in it are there with their sizes; bytes are not checked."""
-    return _saved_at(folder) > NEVER
+    try:
+        return Manifest.read(folder).has_its_sizes(folder)
+    except (CheckpointError, OSError):
+        return False
 
 
 def checkpoints(root: str | os.PathLike[str]) -> list[Path]:
@@ -190,6 +190,16 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Path]:
 
     What is being written, was left by a run that died, or lacks files, is passed over.
     """
+    return [folder for folder in _by_age(root) if is_complete(folder)]
+
+
+def latest(root: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in the folder ``root``; None if there is none."""
+    return next((folder for folder in reversed(_by_age(root)) if is_complete(folder)), None)
+
+
+def _by_age(root: str | os.PathLike[str]) -> list[Path]:
+    """The folders in ``root`` that may be checkpoints, oldest first by what their manifests claim."""
     root = Path(os.path.realpath(root))
     if not root.is_dir():
         return []
@@ -197,15 +207,8 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Path]:
     folders = {path.name for path in root.iterdir() if path.is_dir() and not path.is_symlink()}
     names = folders - {each.path.name for each in temporaries}
     names |= {each.name for each in temporaries if each.kind == "replaced"}
-    saved = {path: _saved_at(path) for path in (resolve(root / name) for name in names)}
-    complete = [path for path, when in saved.items() if when > NEVER]
-    return sorted(complete, key=lambda path: (saved[path], _natural(_plain_name(path))))
-
-
-def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in the folder ``root``; None if there is none."""
-    complete = checkpoints(root)
-    return complete[-1] if complete else None
+    saved_at = {path: Manifest.claimed_time(path) for path in (resolve(root / name) for name in names)}
+    return sorted(saved_at, key=lambda path: (saved_at[path], _natural(_plain_name(path))))
 
 
 def prune(root: str | os.PathLike[str], keep: int, like: str = "") -> list[Path]:
@@ -261,22 +264,13 @@ def clean(root: str | os.PathLike[str]) -> None:
 def time_of_saving(root: Path) -> float:
     """Now, in seconds since 1970; but later than any checkpoint in ``root``, even if the clock was set back."""
     newest = latest(root)
-    return time.time() if newest is None else max(time.time(), _saved_at(newest) + 1e-3)
+    return time.time() if newest is None else max(time.time(), Manifest.claimed_time(newest) + 1e-3)
 
 
 def _temporaries(root: Path) -> Iterator[_Temporary]:
     for path in root.iterdir():
         if (temporary := _Temporary.of(path)) and path.is_dir():
             yield temporary
-
-
-def _saved_at(folder: Path) -> float:
-    """When the checkpoint was saved, in seconds since 1970; ``NEVER`` if it is not complete."""
-    try:
-        manifest = Manifest.read(folder)
-        return manifest.saved_at if manifest.has_its_sizes(folder) else NEVER
-    except (CheckpointError, OSError):
-        return NEVER
 
 
 def _last_change(folder: Path) -> float:
