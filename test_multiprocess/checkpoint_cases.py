@@ -141,8 +141,13 @@ def assert_holds(model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[
                     assert_part(state[entry], expected, f"{label}: {name}.{entry}")
                 theirs = saved["options"][name]
                 for option in group.keys() & theirs.keys():
-                    assert group[option] == theirs[option], f"{label}: {option} of {name}"
+                    assert as_tuples(group[option]) == as_tuples(theirs[option]), f"{label}: {option} of {name}"
     assert not names or not optimizers, f"{label}: {names.values()}"
+
+
+def as_tuples(option: Any) -> Any:
+    """Lists as tuples: torch's broadcast of state dicts makes the one of the other."""
+    return tuple(map(as_tuples, option)) if isinstance(option, (list, tuple)) else option
 
 
 def assert_part(value: Any, whole: Any, label: str) -> None:
