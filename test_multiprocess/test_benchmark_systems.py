@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,20 +66,26 @@ def test_more_ranks_give_the_same_up_to_the_order_of_sums(mesh: DeviceMesh, worl
             assert (after[name] - value).norm() <= tolerance * update.norm(), f"{system}: {name}"
 
 
-def test_every_system_is_measured(tmp_path: Path) -> None:
-    small = ("--ranks", "2", "--width", "32", "--layers", "1", "--context", "8", "--rounds", "2")
+def run(script: str, json_file: Path, *arguments: str) -> tuple[str, Any]:
+    """What a script prints, and the numbers that it writes."""
+    small = ("--width", "32", "--layers", "1", "--context", "8", "--json", str(json_file))
     done = subprocess.run(
-        [sys.executable, str(BENCHMARK / "training_step.py"), *small, "--json", str(tmp_path / "out.json")],
+        [sys.executable, str(BENCHMARK / script), *small, *arguments],
         capture_output=True,
         text=True,
         timeout=100,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("GPT of 1 blocks, width 32, 2 x 8 tokens a rank, 2 ranks, loopback, 2 rounds, torch ")
-    rows = {row["system"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    return done.stdout, json.loads(json_file.read_text())
+
+
+def test_every_system_is_measured(tmp_path: Path) -> None:
+    text, numbers = run("training_step.py", tmp_path / "out.json", "--ranks", "2", "--rounds", "2")
+    assert text.startswith("GPT of 1 blocks, width 32, 2 x 8 tokens a rank, 2 ranks, loopback, 2 rounds, torch ")
+    rows = {row["system"]: row for row in numbers["rows"]}
     assert list(rows) == ["mfsdp", "stock", "gather-once", "all-to-all", "zero1-owner", "ddp", "adamw", "(again)"]
-    assert all(len(re.findall(rf"^\| {re.escape(name)} \|", done.stdout, re.M)) == 1 for name in rows)
+    assert all(len(re.findall(rf"^\| {re.escape(name)} \|", text, re.M)) == 1 for name in rows)
     silent = {name for name, row in rows.items() if row["collectives"] == 0 and row["counted_bytes"] == 0}
     assert silent == {"mfsdp", "ddp", "adamw", "(again)"}
     # six matrices of 32 x 32 elements (one up, one down of four times that), rows of half of them on each rank
@@ -87,3 +94,14 @@ def test_every_system_is_measured(tmp_path: Path) -> None:
     # bfloat16; half of its rows go away, and so do half of those that it works on for others
     assert rows["all-to-all"]["counted_bytes"] == elements // 2 * 2 * 2
     assert rows["zero1-owner"]["counted_bytes"] == elements * 4
+
+
+def test_memory_is_measured_beside_its_prediction(tmp_path: Path) -> None:
+    systems = ("--systems", "mfsdp", "stock", "ddp")
+    text, numbers = run("memory.py", tmp_path / "out.json", "--ranks", "2", *systems, "--predict", "qwen3-14b")
+    assert re.search(r"^\| qwen3-14b, zero1-owner \| 56\.85 GiB \| 57\.78 GiB \|$", text, re.M), text
+    rows = numbers["2"]
+    assert list(rows) == ["mfsdp", "stock", "ddp"]
+    # the planner's picture of FSDP2 lacks the tokens and AdamW's step counters
+    assert 0 < rows["stock"]["resident"] - rows["stock"]["predicted"][0] < 512
+    assert rows["stock"]["resident"] < rows["ddp"]["resident"]

@@ -19,19 +19,17 @@ import ctypes
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from allocations import peak_memory
 from launching import bytes_sent, is_rank, launch, write_results
 from torch import Tensor, nn
-from torch.autograd.profiler_util import MEMORY_EVENT_NAME
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.profiler import ProfilerActivity, profile
 
 import mfsdp
 from mfsdp.fsdp.collectives import BroadcastGather
@@ -94,20 +92,6 @@ def choose_gather(model: nn.Module, name: str) -> None:
             if isinstance(group, OwnerParamGroup):
                 make = {"broadcast": lambda lane: BroadcastGather(), "chain": ChainGather, "resplit": ResplitGather}
                 group.use_gather(make[name](Lane.of(group._ranks)))
-
-
-def peak_memory(step: Callable[[], None]) -> int:
-    """Most bytes that the CPU allocator had handed out during ``step``, above its level at the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == MEMORY_EVENT_NAME)
-    level = peak = 0
-    for _, change in changes:
-        level += change
-        peak = max(peak, level)
-    return peak
 
 
 def resident_set(field: str) -> int:
