@@ -105,3 +105,13 @@ def test_memory_is_measured_beside_its_prediction(tmp_path: Path) -> None:
     # the planner's picture of FSDP2 lacks the tokens and AdamW's step counters
     assert 0 < rows["stock"]["resident"] - rows["stock"]["predicted"][0] < 512
     assert rows["stock"]["resident"] < rows["ddp"]["resident"]
+
+
+def test_scaling_is_measured_and_simulated(tmp_path: Path) -> None:
+    arguments = ("--ranks", "1", "2", "--rounds", "1", "--model", "llama3-8b", "--simulate", "64", "1024")
+    text, numbers = run("scaling.py", tmp_path / "out.json", *arguments)
+    assert [row["ranks"] for row in numbers["measured"]] == [1, 2]
+    few, many = numbers["simulated"]
+    assert few["step"] >= few["bound"]
+    assert many["step"] == many["bound"]  # fewer matrices than ranks: the largest one's
+    assert re.search(r"^\| 1,024 \| 224 \| 800 \|", text, re.M), text
