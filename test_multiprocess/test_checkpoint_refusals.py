@@ -245,6 +245,19 @@ def test_states_by_number(mesh: DeviceMesh, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "dcp")
 
 
+@on_ranks(2)
+def test_ranks_load_one_checkpoint(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model, optimizers = in_layout("mfsdp", mesh, "muon", seed=0)
+    paths = [mfsdp.checkpoint.save(tmp_path / f"step-{step}", model, optimizers) for step in (1, 2)]
+    for order in (paths, paths[::-1]):
+        mine = order[dist.get_rank()]
+        assert refusal(lambda mine=mine: mfsdp.checkpoint.load(mine, model, optimizers)) == (
+            f"the ranks were to load different checkpoints: rank 0 that in {order[0]}, rank 1 another, in {order[1]}. "
+            f"Let one rank choose, as by latest(), and give all ranks its path."
+        )
+    mfsdp.checkpoint.load(paths[1], model, optimizers)
+
+
 @on_ranks(3)
 def test_ranks_fail_together(mesh: DeviceMesh) -> None:
     ranks = Ranks()

@@ -3,7 +3,7 @@
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,11 @@ class Contents:
     def is_own(self) -> bool:
         """Whether mfsdp has written it."""
         return _MARK in self.entries
+
+    @property
+    def save_id(self) -> str | None:
+        """What tells this checkpoint from any other, if whoever wrote it gave it such a thing, as DCP does."""
+        return self.metadata.storage_meta.save_id if self.metadata.storage_meta else None
 
     @property
     def is_stored_plainly(self) -> bool:
@@ -118,11 +123,11 @@ def open_checkpoint(folder: Path, ranks: Ranks) -> Contents:
 
     Raises:
         DamagedCheckpointError: on every rank, if a file is missing or is not what was written.
-        CheckpointError: on every rank, if there is no checkpoint that can be read.
+        CheckpointError: on every rank, if there is no checkpoint that can be read, or the ranks see different ones.
     """
     contents: Contents | None = None
 
-    def look() -> tuple[Damage, ...]:
+    def look() -> tuple[Damage, ...] | _Seen:
         nonlocal contents
         if not folder.is_dir():
             raise CheckpointError(f"there is no checkpoint {folder}.")
@@ -136,13 +141,33 @@ def open_checkpoint(folder: Path, ranks: Ranks) -> Contents:
             if damages := manifest.damages(folder, [*own, *share]):
                 return damages
         contents = Contents(folder, _read_metadata(folder))
-        return (Damage(MANIFEST, "is missing"),) if contents.is_own and manifest is None else ()
+        if contents.is_own and manifest is None:
+            return (Damage(MANIFEST, "is missing"),)
+        return _Seen(str(folder), contents.save_id)
 
-    damages = [damage for each in ranks.together("loading", look) for damage in each]
-    if damages:
+    found = ranks.together("loading", look)
+    if damages := [damage for each in found if not isinstance(each, _Seen) for damage in each]:
         raise DamagedCheckpointError(folder, damages)
+    _check_same([each for each in found if isinstance(each, _Seen)])
     assert contents is not None
     return contents
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Which checkpoint a rank has found."""
+
+    folder: str
+    save_id: str | None
+
+
+def _check_same(seen: Sequence[_Seen]) -> None:
+    for rank, each in enumerate(seen):
+        if each.save_id != seen[0].save_id:
+            raise CheckpointError(
+                f"the ranks were to load different checkpoints: rank 0 that in {seen[0].folder}, rank {rank} another, "
+                f"in {each.folder}. Let one rank choose, as by latest(), and give all ranks its path."
+            )
 
 
 def _manifest(folder: Path) -> Manifest | Damage:
