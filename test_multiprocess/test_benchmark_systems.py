@@ -113,5 +113,6 @@ def test_scaling_is_measured_and_simulated(tmp_path: Path) -> None:
     assert [row["ranks"] for row in numbers["measured"]] == [1, 2]
     few, many = numbers["simulated"]
     assert few["step"] >= few["bound"]
-    assert many["step"] == many["bound"]  # fewer matrices than ranks: the largest one's
+    # fewer matrices than ranks: the largest one's step, and some elements of embeddings
+    assert many["bound"] <= many["step"] < 1.02 * many["bound"]
     assert re.search(r"^\| 1,024 \| 224 \| 800 \|", text, re.M), text
