@@ -11,6 +11,7 @@ import mfsdp
 from mfsdp.comm_counter import CommCounter
 from mfsdp.dtensor import local_tensor
 from mfsdp.optim import RoutedOptimizer
+from mfsdp.optim.spent_gradient import SpentGradient
 from test_multiprocess.world import on_ranks
 
 LAYERS = 6
@@ -30,6 +31,7 @@ def sharded(mesh: DeviceMesh) -> nn.Sequential:
 
 def gradient_bytes(model: nn.Module) -> int:
     grads = [param.grad for param in model.parameters() if param.grad is not None]
+    grads = [grad for grad in grads if not isinstance(grad, SpentGradient)]  # which takes no memory
     return sum(local.numel() * local.element_size() for local in map(local_tensor, grads))
 
 
@@ -66,3 +68,20 @@ def test_same_bits_and_few_gradients(mesh: DeviceMesh, matrix: str) -> None:
         assert torch.equal(a.full_tensor(), b.full_tensor()), name
     assert all_gradients > 0
     assert peak <= all_gradients * 2 / LAYERS
+
+
+@on_ranks(2)
+def test_clipping_after_steps_in_backward_raises_on_every_rank(mesh: DeviceMesh) -> None:
+    model = sharded(mesh)
+    optimizer = mfsdp.optim.build_optimizer(model, overlap="backward")
+    for _ in range(2):
+        model(torch.ones(4, 16)).square().mean().backward()
+        with pytest.raises(RuntimeError, match=r"the gradient of parameter '.*' has been used and freed"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert all(param.grad is None for param in model.parameters())
+    model(torch.ones(4, 16)).square().mean().backward()
+    with pytest.raises(
+        RuntimeError, match=r"second backward since the last|the gradient of .* has been used and freed"
+    ):
+        model(torch.ones(4, 16)).square().mean().backward()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp.optim import AdamW, Muon, RoutedOptimizer, build_optimizer
+from mfsdp.optim.spent_gradient import SpentGradient
 from mfsdp.planning.split import EqualBlocks
 
 
@@ -273,9 +275,54 @@ def test_stepping_in_backward_gives_the_same_numbers(matrix: str) -> None:
     train(overlapped, [optimizer])
     schedule.step()
     assert_equal(ordinary, overlapped)
-    loss = overlapped(torch.arange(8)).square().mean()
-    loss.backward()
+    overlapped(torch.arange(8)).square().mean().backward()
+    assert all(isinstance(param.grad, SpentGradient) for param in overlapped.parameters())
+    optimizer.step()
     assert all(param.grad is None for param in overlapped.parameters())
+
+
+USES: list[tuple[str, Callable[[list[nn.Parameter]], object]]] = [
+    ("clip by norm", lambda params: nn.utils.clip_grad_norm_(params, 1.0)),
+    ("clip by norm, one by one", lambda params: nn.utils.clip_grad_norm_(params, 1.0, foreach=False)),
+    ("clip by value", lambda params: nn.utils.clip_grad_value_(params, 1.0)),
+    ("total norm", lambda params: nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])),
+    ("log", lambda params: [p.grad.data.norm() for p in params if p.grad is not None]),
+    ("scale", lambda params: [p.grad.mul_(0.5) for p in params if p.grad is not None]),
+    ("zero", lambda params: [p.grad.zero_() for p in params if p.grad is not None]),
+]
+
+
+@pytest.mark.parametrize("use", [use for _, use in USES], ids=[name for name, _ in USES])
+def test_using_a_gradient_that_was_stepped_in_backward_raises(use: Callable[[list[nn.Parameter]], object]) -> None:
+    model = new_model()
+    optimizer = together(model, overlap="backward")
+    model(torch.arange(8)).square().mean().backward()
+    with pytest.raises(RuntimeError) as refused:
+        use(list(model.blocks.parameters()))
+    assert_expected_inline(
+        str(refused.value),
+        """overlap="backward": the gradient of parameter 'blocks.0.0.weight' has been used and freed, since each parameter is stepped during backward. To clip, unscale or read gradients, build the optimizer without overlap. To accumulate them over several backwards, set optimizer.backward_steps.is_last_microbatch = False for all but the last, and call optimizer.step() after that.""",
+    )
+    assert "SpentGradient(parameter 'head.weight')" in map(repr, (param.grad for param in model.parameters()))
+    optimizer.zero_grad()  # what was used is gone, but nothing stands in the way of going on
+    optimizer.step()
+    model(torch.arange(8)).square().mean().backward()
+
+
+def test_a_spent_gradient_takes_memory_for_one_element() -> None:
+    param = nn.Parameter(torch.ones(50, 20))
+    param.grad = SpentGradient.of(param, "it")
+    assert param.grad.shape == param.shape
+    assert param.grad.untyped_storage().nbytes() == 4
+
+
+def test_a_scaler_with_steps_in_backward_raises() -> None:
+    model = new_model()
+    optimizer = together(model, overlap="backward")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.arange(8)).square().mean()).backward()
+    with pytest.raises(RuntimeError, match="has been used and freed"):
+        scaler.step(optimizer)
 
 
 def test_accumulating_gradients_with_steps_in_backward() -> None:
@@ -299,6 +346,9 @@ def test_accumulating_gradients_with_steps_in_backward() -> None:
     assert_equal(ordinary, overlapped)
 
     loss_of(overlapped, 0).backward()
+    with pytest.raises(RuntimeError, match=r"the gradient of .* has been used and freed"):
+        loss_of(overlapped, 1).backward()
+    optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="a second backward since the last"):
         loss_of(overlapped, 1).backward()
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mfsdp.optim.owner_local import OwnerLocalOptimizer
+from mfsdp.optim.owner_local import OwnerLocalOptimizer, param_label
+from mfsdp.optim.spent_gradient import SpentGradient
 
 __all__ = ["BackwardSteps"]
 
@@ -14,7 +15,9 @@ class BackwardSteps:
     """Steps each parameter of some optimizers when its gradient is there, and frees the gradient.
 
     ``fully_shard`` calls the hooks of a parameter when its gradient has arrived on its owner, while backward
-    goes on with earlier units.
+    goes on with earlier units. From then until the end of the step its ``grad`` is one that raises on any use, so
+    that ``torch.nn.utils.clip_grad_norm_``, a ``GradScaler`` or a log of norms cannot take it for zero. After the
+    step it is None, as it is after ``zero_grad``.
 
     Args:
         parts: the optimizers, by what to call them.
@@ -47,6 +50,8 @@ class BackwardSteps:
 
     def end_step(self) -> None:
         """Be ready for the next backward."""
+        for param in self._stepped:
+            param.grad = None
         self._stepped.clear()
 
     def remove(self) -> None:
@@ -55,6 +60,8 @@ class BackwardSteps:
             hook.remove()
 
     def _hook_of(self, part: OwnerLocalOptimizer, group_index: int, param_index: int) -> Callable[[Tensor], None]:
+        label = param_label(part.param_groups[group_index], param_index)
+
         def hook(param: Tensor) -> None:
             if not self.is_last_microbatch:
                 return
@@ -66,6 +73,6 @@ class BackwardSteps:
                 )
             self._stepped.add(param)
             part.step_one(group_index, param_index)
-            param.grad = None
+            param.grad = SpentGradient.of(param, label)
 
         return hook

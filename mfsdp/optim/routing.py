@@ -130,10 +130,10 @@ class RoutedOptimizer(Optimizer):
                 raise ValueError('build_optimizer(overlap="backward") steps in backward: step takes no closure.')
             with torch.enable_grad():
                 loss = closure()
-        for part in self.parts.values():
-            part.step()
         if self.backward_steps is not None:
             self.backward_steps.end_step()
+        for part in self.parts.values():
+            part.step()
         return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -221,8 +221,9 @@ def build_optimizer(
             know it any more.
         overlap: ``"backward"`` to step each parameter during backward, as soon as its gradient has arrived, and
             to free the gradient; ``step`` then only ends the step. The numbers are the same. It excludes
-            clipping by global norm, closures, and accumulating gradients without saying which micro-batch is
-            the last (``optimizer.backward_steps.is_last_microbatch``).
+            clipping by global norm, a ``GradScaler`` (using a freed gradient raises), closures, and accumulating
+            gradients without saying which micro-batch is the last
+            (``optimizer.backward_steps.is_last_microbatch``).
 
     Parameters of ``FSDPModule`` that a forward pass has left unsharded are resharded first.
 
