@@ -192,3 +192,55 @@ mfsdp.planning.Stack().""",
     weight.grad = torch.eye(2).to_sparse()
     with pytest.raises(ValueError, match="Sparse gradients are not supported"):
         optimizer.step()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("options", [{}, {"batched": True}, {"batched": True, "compile": True}])
+def test_a_captured_step_is_an_ordinary_one(options: dict[str, Any]) -> None:
+    """A step captured once and replayed, with a learning rate on the GPU that changes between replays."""
+    shapes = [(64, 64), (64, 128), (128, 64), (64, 64)]
+    generator = torch.Generator().manual_seed(1)
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    grads = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(4)]
+    rates = [0.1, 0.1, 0.05, 0.02]
+
+    def new() -> tuple[list[nn.Parameter], Muon, torch.Tensor]:
+        params = [nn.Parameter(tensor.cuda()) for tensor in start]
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        lr = torch.tensor(0.1, device="cuda")
+        return params, Muon(params, lr=lr, capturable=True, **options), lr
+
+    def prepare(params: list[nn.Parameter], lr: torch.Tensor, step: int) -> None:
+        lr.fill_(rates[step])
+        for param, grad in zip(params, grads[step], strict=True):
+            assert param.grad is not None
+            param.grad.copy_(grad)
+
+    ordinary, optimizer, lr = new()
+    for step in range(4):
+        prepare(ordinary, lr, step)
+        optimizer.step()
+
+    captured, optimizer, lr = new()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # state and memory are made before the capture
+        prepare(captured, lr, 0)
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for step in range(1, 4):
+        prepare(captured, lr, step)
+        graph.replay()
+    for a, b in zip(captured, ordinary, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_a_capturable_step_is_an_ordinary_one() -> None:
+    ours, theirs = parameters(), parameters()
+    train(Muon(ours, lr=torch.tensor(0.02), capturable=True), ours, steps=5)
+    train(Muon(theirs, lr=0.02), theirs, steps=5)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,11 +1,17 @@
 """The optimizer step on the owner: mfsdp's Muon against torch.optim.Muon on the same plain tensors, one process.
 
-    python examples/benchmark/optimizer_step.py [--device cuda] [--compile] [--shapes small | llama3-8b]
+    python examples/benchmark/optimizer_step.py [--compile] [--threads 1]
+    python examples/benchmark/optimizer_step.py --device cuda     # compiled too, a layer of llama3-8b; under 5 minutes
 
-48 matrices in 4 shapes of 256 to 1,024 (or one layer of llama3-8b's), each variant timed in turn, several times over,
-so that other load on the machine hits all alike; medians, and their ratios. ``share of matmul`` is the rate of
-floating-point operations of the step's Newton-Schulz iterations over that of plain matrix products in bfloat16 of the
-same shapes.
+48 matrices in 4 shapes of 256 to 1,024, or those of a layer of a model of the planner's catalogue. Each variant is
+timed in turn, many times over, so that other load on the machine hits all alike. Printed are medians, the middle
+half of the times as a share of the median, and the median over turns of torch's time over the variant's.
+
+``share of matmul`` is the time that plain matrix products in bfloat16 of the shapes of the Newton-Schulz iterations
+take, over that of the step. ``torch's products`` are the iterations of torch.optim.Muon alone, as it does them: what
+remains of its step is all that can be saved without faster products.
+
+Says so and ends where ``--device cuda`` finds no GPU.
 """
 
 import argparse
@@ -18,15 +24,25 @@ import torch
 from torch import nn
 
 import mfsdp
+from mfsdp.optim.newton_schulz import QUINTIC
+from mfsdp.planning import Role
+from mfsdp.planning.catalogue import catalogue_specs, model_names
 
-SHAPES = {
-    "small": [(256, 256), (512, 512), (256, 1024), (1024, 256)] * 12,
-    "llama3-8b": [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)],
-}
+SMALL = [(256, 256), (512, 512), (256, 1024), (1024, 256)] * 12
 STEPS = 5
+WARM_UP = 3
 
 
-def matrices(shapes: Sequence[tuple[int, int]], device: str) -> list[nn.Parameter]:
+def shapes_of(name: str) -> list[tuple[int, ...]]:
+    """The matrices of the small set, of a tiny one for tests, or of the first layer of a model of the catalogue."""
+    if name in ("small", "tiny"):
+        return list(SMALL) if name == "small" else [(8, 8), (8, 16), (16, 8)] * 2
+    specs = catalogue_specs(name)
+    first = next(spec.unit for spec in specs if spec.role is Role.MATRIX)
+    return [spec.shape for spec in specs if spec.role is Role.MATRIX and spec.unit == first]
+
+
+def matrices(shapes: Sequence[tuple[int, ...]], device: str) -> list[nn.Parameter]:
     """Parameters with gradients, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes]
@@ -35,12 +51,12 @@ def matrices(shapes: Sequence[tuple[int, int]], device: str) -> list[nn.Paramete
     return params
 
 
-def newton_schulz_flops(shapes: Sequence[tuple[int, int]]) -> float:
+def newton_schulz_flops(shapes: Sequence[tuple[int, ...]]) -> float:
     """Multiplications and additions of the iterations: per step ``4 m^2 n + 2 m^3`` for m <= n."""
     return float(sum(STEPS * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in shapes))
 
 
-def plain_products(shapes: Sequence[tuple[int, int]], device: str) -> Callable[[], None]:
+def plain_products(shapes: Sequence[tuple[int, ...]], device: str) -> Callable[[], None]:
     """The products of the iterations alone, without anything between them."""
     sides = sorted({(min(shape), max(shape)) for shape in shapes})
     wide = {s: torch.randn(s, device=device, dtype=torch.bfloat16) for s in sides}
@@ -57,6 +73,20 @@ def plain_products(shapes: Sequence[tuple[int, int]], device: str) -> Callable[[
     return run
 
 
+def torch_products(shapes: Sequence[tuple[int, ...]], device: str) -> Callable[[], None]:
+    """The products of torch.optim.Muon: one matrix at a time, the additions in them."""
+    a, b, c = QUINTIC
+    wide = [torch.randn(min(s), max(s), device=device, dtype=torch.bfloat16) / max(s) for s in shapes]
+
+    def run() -> None:
+        for x in wide:
+            for _ in range(STEPS):
+                gram = x @ x.T
+                x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+
+    return run
+
+
 def seconds(call: Callable[[], object], device: str) -> float:
     if device != "cpu":
         torch.accelerator.synchronize()
@@ -67,8 +97,8 @@ def seconds(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
-def variants(shapes: Sequence[tuple[int, int]], device: str, compile: bool) -> dict[str, Callable[[], object]]:
-    """Name to one optimizer step; and the plain products."""
+def variants(shapes: Sequence[tuple[int, ...]], device: str, compile: bool) -> dict[str, Callable[[], object]]:
+    """Name to one optimizer step; and the products."""
     steps: dict[str, Callable[[], object]] = {
         "torch.optim.Muon": torch.optim.Muon(matrices(shapes, device)).step,
         "mfsdp, one by one": mfsdp.optim.Muon(matrices(shapes, device)).step,
@@ -76,38 +106,59 @@ def variants(shapes: Sequence[tuple[int, int]], device: str, compile: bool) -> d
     }
     if compile:
         steps["mfsdp, compiled"] = mfsdp.optim.Muon(matrices(shapes, device), batched=True, compile=True).step
+    steps["torch's products"] = torch_products(shapes, device)
     steps["plain products"] = plain_products(shapes, device)
     return steps
 
 
+def measure(steps: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each step, turn by turn."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(repeats + WARM_UP):
+        for name, step in steps.items():
+            taken = seconds(step, device)
+            if turn >= WARM_UP:  # which allocates and compiles
+                times[name].append(taken)
+    return times
+
+
+def table(times: dict[str, list[float]], flops: float) -> str:
+    lines = [f"{'':20} {'step':>10} {'middle half':>12} {'TFLOP/s':>8} {'against torch':>14} {'share of matmul':>16}"]
+    products = statistics.median(times["plain products"])
+    for name, taken in times.items():
+        median = statistics.median(taken)
+        low, _, high = statistics.quantiles(taken, n=4) if len(taken) > 1 else (median, median, median)
+        ratio = statistics.median(a / b for a, b in zip(times["torch.optim.Muon"], taken, strict=True))
+        lines.append(
+            f"{name:20} {median * 1e3:7.1f} ms {(high - low) / median:12.0%} {flops / median / 1e12:8.3f} "
+            f"{ratio:13.2f}x {products / median:15.0%}"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--shapes", choices=list(SHAPES), default="small")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", help="also write the medians to this file, in seconds")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compile", action="store_true", help="also the compiled step (always on a GPU)")
+    parser.add_argument("--shapes", choices=["small", "tiny", *model_names()], help="by device: small, or llama3-8b")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", help="also write all times to this file, in seconds")
     args = parser.parse_args()
-    shapes = SHAPES[args.shapes]
-    steps = variants(shapes, args.device, args.compile)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(args.repeats + 2):
-        for name, step in steps.items():
-            taken = seconds(step, args.device)
-            if turn >= 2:  # the first two allocate, compile and warm up
-                times[name].append(taken)
-    medians = {name: statistics.median(taken) for name, taken in times.items()}
-    flops = newton_schulz_flops(shapes)
-    print(f"{len(shapes)} matrices, {args.shapes}, {args.device}, {torch.get_num_threads()} threads")
-    print(f"{'':20} {'step':>10} {'TFLOP/s':>8} {'against torch':>14} {'share of matmul':>16}")
-    for name, median in medians.items():
-        print(
-            f"{name:20} {median * 1e3:7.1f} ms {flops / median / 1e12:8.3f} "
-            f"{medians['torch.optim.Muon'] / median:13.2f}x {medians['plain products'] / median:15.0%}"
-        )
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU here: nothing was measured")
+        return
+    torch.set_num_threads(args.threads)
+    on_gpu = args.device == "cuda"
+    name = args.shapes or ("llama3-8b" if on_gpu else "small")
+    shapes = shapes_of(name)
+    times = measure(variants(shapes, args.device, args.compile or on_gpu), args.device, args.repeats)
+    where = torch.cuda.get_device_name() if on_gpu else f"cpu, {args.threads} threads"
+    print(f"{len(shapes)} matrices, {name}, {where}")
+    print(table(times, newton_schulz_flops(shapes)))
     if args.json:
         with open(args.json, "w") as file:
-            json.dump(medians, file, indent=2)
+            json.dump(times, file, indent=2)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class Step:
         else:
             param.mul_(1 - decay)
         if self.capturable:  # a tensor is no alpha without being read
-            param.sub_(update * scaled_lr)
+            param.addcmul_(update.to(param.dtype), _on_device(scaled_lr, param), value=-1)
         else:
             param.add_(update, alpha=-scaled_lr)
 
