@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-LEARNING_RATES = {"muon": 0.04, "shampoo": 0.003, "soap": 0.001, "adamw": 0.001}
+LEARNING_RATES = {"muon": 0.04, "shampoo": 0.003, "soap": 0.0003, "adamw": 0.0001}
 """Of the matrices, by optimizer: the best of those tried on this example."""
 
 BASELINES = ("mfsdp", "fsdp2", "ddp")

@@ -259,6 +259,32 @@ def test_nan_in_one_gradient_leaves_the_others_of_its_batch_alone() -> None:
         torch.testing.assert_close(bad[index], good[index])
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (5, 3)])
+def test_a_zero_gradient_in_a_batch_moves_its_matrix_alone_by_nothing(shape: tuple[int, int]) -> None:
+    some, alone = parameters([shape] * 3), parameters([shape] * 3)
+    before = some[1].detach().clone()
+    for params in (some, alone):
+        for param, grad in zip(params, gradients(params, 0), strict=True):
+            param.grad = grad
+    some[1].grad = torch.zeros(shape, dtype=torch.float64)
+    Muon(some, **DOUBLE, weight_decay=0.0, batched=True).step()
+    Muon(alone, **DOUBLE, weight_decay=0.0).step()
+    assert torch.equal(some[1], before)
+    for index in (0, 2):
+        torch.testing.assert_close(some[index], alone[index])
+
+
+def test_a_batch_of_no_steps_is_normalised() -> None:
+    params = parameters([(4, 6), (6, 4)])
+    before = [param.detach().clone() for param in params]
+    for param, grad in zip(params, gradients(params, 0), strict=True):
+        param.grad = grad
+    Muon(params, lr=1.0, **DOUBLE, weight_decay=0.0, ns_steps=0, adjust_lr=lambda m, n: 1.0, batched=True).step()
+    for param, old in zip(params, before, strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.detach(), old - param.grad / param.grad.norm())
+
+
 def test_empty_and_degenerate_matrices() -> None:
     params = parameters([(0, 4), (4, 0), (1, 1), (1, 5), (5, 1)])
     train(Muon(params, **DOUBLE), params, steps=2)

@@ -260,6 +260,12 @@ def test_bad_options(optimizer: type[Any], options: dict[str, Any], message: str
         optimizer([nn.Parameter(torch.ones(3))])
 
 
+@pytest.mark.parametrize(("optimizer", "option"), [(Shampoo, "preconditioner_frequency"), (SOAP, "grafting")])
+def test_unknown_options(optimizer: type[Any], option: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+        optimizer(parameters(), **{option: 10})
+
+
 def test_bad_grafting() -> None:
     with pytest.raises(ValueError, match="grafting must be one of None, 'sgd', 'adam', but is 'lion'"):
         Shampoo(parameters(), grafting="lion")

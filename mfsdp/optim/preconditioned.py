@@ -4,21 +4,32 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.factors import update_factor
-from mfsdp.optim.group_options import check_numbers, dtype_of
+from mfsdp.optim.group_options import check_numbers, dtype_name, dtype_of
 from mfsdp.optim.logical import check_matrix, split_of
 from mfsdp.optim.owner_local import LocalUpdate, OwnerLocalOptimizer, param_label, state_like
 from mfsdp.planning.split import Split, SplitRule
 
-__all__ = ["Block", "PreconditionedOptimizer"]
+__all__ = ["Block", "PreconditionedOptimizer", "PreconditionerOptions"]
 
 SIDES = ("row", "column")
+
+OptionalSplit = Split | SplitRule | None
+
+
+class PreconditionerOptions(TypedDict, total=False):
+    """Options that Shampoo and SOAP have in common, besides those of every optimizer; see there."""
+
+    precondition_frequency: int
+    max_preconditioner_dim: int
+    factor_dtype: torch.dtype | str
+    split: OptionalSplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +66,32 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
     base_name: str = ""
     """What the state calls what is derived from a factor."""
 
-    def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        own: dict[str, Any] | None = None,
+        *,
+        precondition_frequency: int = 10,
+        max_preconditioner_dim: int = 8192,
+        factor_dtype: torch.dtype | str = torch.float32,
+        split: OptionalSplit = None,
+    ) -> None:
         self._warned: set[str] = set()
-        super().__init__(params, options)
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "precondition_frequency": precondition_frequency,
+            "max_preconditioner_dim": max_preconditioner_dim,
+            "factor_dtype": dtype_name(factor_dtype),
+            "split": split,
+        }
+        super().__init__(params, {**options, **(own or {})})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._warned = set()
@@ -177,6 +211,3 @@ def decay(group: dict[str, Any], block: Block) -> None:
     """Decoupled weight decay."""
     if group["weight_decay"]:
         block.param.mul_(1 - group["lr"] * group["weight_decay"])
-
-
-OptionalSplit = Split | SplitRule | None

@@ -1,14 +1,13 @@
 """Shampoo: momentum between the inverse roots of the second moments of rows and columns."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.factors import inverse_root
-from mfsdp.optim.group_options import dtype_name
-from mfsdp.optim.preconditioned import Block, OptionalSplit, PreconditionedOptimizer, decay
+from mfsdp.optim.preconditioned import Block, PreconditionedOptimizer, PreconditionerOptions, decay
 
 __all__ = ["Shampoo"]
 
@@ -42,8 +41,8 @@ class Shampoo(PreconditionedOptimizer):
         betas: factors of the averages: of the gradient, and of all second moments.
         eps: added to the eigenvalues of the factors.
         weight_decay: decoupled weight decay.
-        precondition_frequency: steps from one computation of the roots to the next.
-        max_preconditioner_dim: a side with more rows (or columns) than this has no factor.
+        precondition_frequency: steps from one computation of the roots to the next; 10 by default.
+        max_preconditioner_dim: a side with more rows (or columns) than this has no factor; 8192 by default.
         grafting: whose update's norm is taken: ``"adam"``, ``"sgd"``, or None for Shampoo's own.
         grafting_eps: added to the root of the second moment in Adam's update.
         factor_dtype: of factors, roots and their arithmetic: float32 or float64, or such a name, which groups hold.
@@ -65,26 +64,12 @@ class Shampoo(PreconditionedOptimizer):
         eps: float = 1e-12,
         weight_decay: float = 0.01,
         *,
-        precondition_frequency: int = 10,
-        max_preconditioner_dim: int = 8192,
         grafting: str | None = "adam",
         grafting_eps: float = 1e-8,
-        factor_dtype: torch.dtype | str = torch.float32,
-        split: OptionalSplit = None,
+        **options: Unpack[PreconditionerOptions],
     ) -> None:
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "precondition_frequency": precondition_frequency,
-            "max_preconditioner_dim": max_preconditioner_dim,
-            "grafting": grafting,
-            "grafting_eps": grafting_eps,
-            "factor_dtype": dtype_name(factor_dtype),
-            "split": split,
-        }
-        super().__init__(params, options)
+        own = {"grafting": grafting, "grafting_eps": grafting_eps}
+        super().__init__(params, lr, betas, eps, weight_decay, own, **options)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         super()._check_options(group)

@@ -1,14 +1,13 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.factors import refined_basis, starting_basis
-from mfsdp.optim.group_options import dtype_name
-from mfsdp.optim.preconditioned import Block, OptionalSplit, PreconditionedOptimizer, decay
+from mfsdp.optim.preconditioned import Block, PreconditionedOptimizer, PreconditionerOptions, decay
 
 __all__ = ["SOAP"]
 
@@ -39,8 +38,8 @@ class SOAP(PreconditionedOptimizer):
         betas: factors of the averages: of the gradient, and of all second moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
-        precondition_frequency: steps from one refinement of the bases to the next.
-        max_preconditioner_dim: a side with more rows (or columns) than this keeps the standard basis.
+        precondition_frequency: steps from one refinement of the bases to the next; 10 by default.
+        max_preconditioner_dim: a side with more rows (or columns) than this keeps the standard basis; 8192 by default.
         factor_dtype: of factors, bases and their arithmetic: float32 or float64, or such a name, which groups hold.
         split: what the logical matrices of a parameter are, see :class:`~mfsdp.optim.Muon`.
 
@@ -59,23 +58,9 @@ class SOAP(PreconditionedOptimizer):
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        *,
-        precondition_frequency: int = 10,
-        max_preconditioner_dim: int = 8192,
-        factor_dtype: torch.dtype | str = torch.float32,
-        split: OptionalSplit = None,
+        **options: Unpack[PreconditionerOptions],
     ) -> None:
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "precondition_frequency": precondition_frequency,
-            "max_preconditioner_dim": max_preconditioner_dim,
-            "factor_dtype": dtype_name(factor_dtype),
-            "split": split,
-        }
-        super().__init__(params, options)
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     def _step_block(self, group: dict[str, Any], block: Block, step: int) -> None:
         beta1, beta2 = group["betas"]
