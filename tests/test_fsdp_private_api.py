@@ -6,6 +6,7 @@ each is written below.
 
 import ast
 import inspect
+import textwrap
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed.fsdp._fully_shard import (
 )
 
 import mfsdp.fsdp
+from mfsdp.fsdp.owner_param import OwnerParam
 
 SOURCES = sorted(Path(mfsdp.fsdp.__file__).parent.glob("*.py"))
 
@@ -244,3 +246,25 @@ def test_objects_have_what_is_used_of_them() -> None:
     assert module.weight._post_accumulate_grad_hooks is None
     assert module.weight.untyped_storage()._cdata
     assert {"_get_fsdp_state", "reset_iter_state", "unshard", "reshard"} <= set(vars(FSDPModule))
+
+
+def assigned_attributes(method: Any) -> set[str]:
+    """The attributes of ``self`` that a method sets."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
+    stores = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return {node.attr for node in stores if isinstance(node.value, ast.Name) and node.value.id == "self"}
+
+
+def test_an_owner_param_has_what_fsdp_param_has() -> None:
+    """FSDP2's hooks read attributes that ``_init_sharded_param`` sets, and that of ``OwnerParam`` replaces it."""
+    of_slices = {  # what describes a rank's rows, which only methods read that OwnerParam or its group replace
+        "_shard_mesh",
+        "_sharded_param_data",
+        "contiguous_sharded_stride",
+        "fsdp_placement",
+        "padded_sharded_param_size",
+    }
+    theirs = assigned_attributes(_fsdp_param.FSDPParam._init_sharded_param)
+    ours = assigned_attributes(OwnerParam._init_sharded_param)
+    lacking = theirs - ours - of_slices
+    assert not lacking, f"torch {torch.__version__}: FSDPParam._init_sharded_param sets {sorted(lacking)} as well"

@@ -68,6 +68,7 @@ class OwnerParam(FSDPParam):
         local = self._resident.local
         self.mesh_info = mesh_info
         self.is_dtensor = False
+        self.is_spmd_types = False  # torch 2.14's annotations of plain tensors
         self._orig_param_uid = _get_orig_param_uid(param)
         self._unsharded_dtensor_spec = None
         self._orig_size = param.size()
