@@ -75,7 +75,7 @@ def orthogonalize(
         if tall:
             _transpose_into(matrix, place)
         place.div_(norm.clamp_(min=iteration.eps))
-    factors = iterate(x, iteration.schedule(), workspace).split(counts)
+    factors = iterate(x, iteration.schedule, workspace).split(counts)
     return [factor.mT if shape[1] > shape[2] else factor for factor, shape in zip(factors, shapes, strict=True)]
 
 
@@ -93,7 +93,7 @@ def _orthogonalize_one(
     matrix.div_(matrix.norm().clamp_(min=iteration.eps))
     x = matrix[0].mT if tall else matrix[0]
     spare = workspace.take("x", x.shape, x.dtype, device)
-    factor = iterate(x, iteration.schedule(), workspace, spare)
+    factor = iterate(x, iteration.schedule, workspace, spare)
     return (factor.mT if tall else factor)[None]
 
 

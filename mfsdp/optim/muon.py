@@ -175,10 +175,11 @@ class Muon(OwnerLocalOptimizer):
         logical = [
             matrix for update in owned if update.param.numel() for matrix in _logical_matrices(update, group["split"])
         ]
+        iteration = _iteration(group)
         for batch in batches([matrix.param.shape for matrix in logical], group["batched"]):
-            self._update_batch(group, [logical[index] for index in batch])
+            self._update_batch(group, [logical[index] for index in batch], iteration)
 
-    def _update_batch(self, group: dict[str, Any], batch: Sequence[_Logical]) -> None:
+    def _update_batch(self, group: dict[str, Any], batch: Sequence[_Logical], iteration: NewtonSchulz) -> None:
         average = Average(
             momentum=group["momentum"],
             nesterov=group["nesterov"],
@@ -190,7 +191,7 @@ class Muon(OwnerLocalOptimizer):
             average.into(out, batch[index].grad, batch[index].momentum, self._workspace)
 
         shapes, device = [matrix.param.shape for matrix in batch], batch[0].param.device
-        updates = orthogonalize(write, shapes, device, _iteration(group), self._workspace)
+        updates = orthogonalize(write, shapes, device, iteration, self._workspace)
         if group["second_moment"] is not None:
             updates = [
                 _normalised_rows(update, matrix.second_moment, group["second_moment"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,8 +72,9 @@ class NewtonSchulz:
             raise ValueError(f"eps must be 0 or more, but is {self.eps}.")
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             raise ValueError(f"ns_dtype must be bfloat16, float16, float32 or float64, but is {self.dtype}.")
-        self.schedule()
+        _ = self.schedule  # so that wrong coefficients are told now
 
+    @cached_property
     def schedule(self) -> tuple[Coefficients, ...]:
         """The coefficients of each step."""
         sets = _coefficient_sets(self.coefficients)
@@ -161,7 +163,7 @@ def newton_schulz(
     Returns:
         The shape of ``matrix``. With the defaults, of one matrix, bit-equal to ``torch.optim.Muon``'s.
     """
-    schedule = NewtonSchulz(coefficients, steps, eps, dtype).schedule()
+    schedule = NewtonSchulz(coefficients, steps, eps, dtype).schedule
     x = matrix.to(dtype)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
