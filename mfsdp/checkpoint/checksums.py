@@ -62,7 +62,8 @@ class ChecksumStream(io.RawIOBase):
     """Writes to ``stream`` and sums what it writes.
 
     Args:
-        stream: open for writing, at its beginning; nothing else may write to it. Closing is left to its owner.
+        stream: open for writing, buffered, at its beginning; nothing else may write to it. Closing is left to its
+            owner.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
