@@ -47,6 +47,7 @@ MOST_SAVES = 1
 """Checkpoints that a start gets to write, at most, before it is killed in or after the next."""
 PATIENCE = 90.0
 """Seconds after which ranks that were to get on, or to end, count as hanging."""
+COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 
 
 class SameBatchTrainer(Trainer):
@@ -95,7 +96,7 @@ class Run:
                 init_method=f"file://{self._files.name}/rendezvous",
                 rank=rank,
                 world_size=self.ranks,
-                timeout=timedelta(seconds=PATIENCE),
+                timeout=COLLECTIVE_TIMEOUT,
             )
             SameBatchTrainer(options(folder, steps), init_device_mesh("cpu", (self.ranks,))).run()
             dist.barrier()
@@ -130,9 +131,14 @@ class Run:
         wait_for("killed ranks", lambda: not self.running(), self)
         self._files.cleanup()
 
+    def is_training(self) -> bool:
+        """Whether all ranks have found each other, loaded, and begun."""
+        return " train loss " in self.log()
+
     def log(self) -> str:
         """What the ranks have said."""
-        return (Path(self._files.name) / "log").read_text()
+        log = Path(self._files.name) / "log"
+        return log.read_text() if log.exists() else ""
 
 
 def wait_for(what: str, condition: Callable[[], bool], run: Run) -> None:
@@ -209,6 +215,9 @@ class Killing:
             return newest_name(self.folder) >= step
 
         wait_for(f"step {step}", reached, run)
+        if moment.victim is not None:
+            # who loses another while it looks for it learns of that by the timeout of torch's rendezvous only
+            wait_for("the first step", lambda: run.is_training() or len(run.running()) < run.ranks, run)
         if moment.while_saving:
             wait_for("a save", lambda: is_saving(self.folder) or len(run.running()) < run.ranks, run)
         time.sleep(moment.delay * self.interval)
