@@ -2,7 +2,7 @@
 
 import io
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -109,19 +109,28 @@ def checksum_of_file(path: Path) -> FileSum:
     return summing.result()
 
 
-def checksum_of_block(path: Path, block: int) -> int:
+def checksum_of_block(path: Path, block: int, take: Callable[[int, memoryview], None] | None = None) -> int:
     """CRC-32 of block number ``block`` of the file at ``path``; 0 if the file ends before it.
+
+    Args:
+        path: of the file.
+        block: which block.
+        take: is given the block, too, piece by piece, each with its position in the file, while it is in the
+            processor's cache; the memory is used again afterwards.
 
     Raises:
         OSError: it cannot be read.
     """
-    checksum, left = 0, BLOCK
+    checksum, position, end = 0, block * BLOCK, (block + 1) * BLOCK
     with path.open("rb", buffering=0) as file:
-        file.seek(block * BLOCK)
-        for piece in _pieces(file):
-            checksum = zlib.crc32(piece[:left], checksum)
-            left -= len(piece[:left])
-            if not left:
+        file.seek(position)
+        for whole in _pieces(file):
+            piece = whole[: end - position]
+            checksum = zlib.crc32(piece, checksum)
+            if take is not None:
+                take(position, piece)
+            position += len(piece)
+            if position == end:
                 break
     return checksum
 

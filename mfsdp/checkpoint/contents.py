@@ -11,10 +11,10 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from mfsdp.checkpoint.errors import CheckpointError, Damage, DamagedCheckpointError
-from mfsdp.checkpoint.manifest import MANIFEST, Manifest
+from mfsdp.checkpoint.manifest import MANIFEST, Manifest, TakesPiece
 from mfsdp.checkpoint.ranks import Ranks
 
-__all__ = ["Contents", "open_checkpoint"]
+__all__ = ["Contents", "Entry", "Seen", "check_same", "find_contents", "open_checkpoint"]
 
 _METADATA = ".metadata"
 _MARK = "mfsdp.ranks"
@@ -32,11 +32,13 @@ class Contents:
     Attributes:
         folder: where it is.
         metadata: DCP's.
+        manifest: mfsdp's, if there is one.
         entries: key -> what lies there; nested keys are joined by dots.
     """
 
     folder: Path
     metadata: Metadata
+    manifest: Manifest | None = None
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -56,6 +58,27 @@ class Contents:
     def is_stored_plainly(self) -> bool:
         """Whether tensors lie in the files as they lie in memory, contiguous."""
         return self.is_own and _BYTE_ORDER in self.entries
+
+    @property
+    def seen(self) -> "Seen":
+        """Which checkpoint it is."""
+        return Seen(str(self.folder), self.save_id)
+
+    def check(self, rank: int, ranks: int, take: TakesPiece | None = None) -> None:
+        """Check the share of ``rank`` in the files; that of all ``ranks`` is everything.
+
+        Args:
+            rank: whose share.
+            ranks: how many there are.
+            take: see :meth:`Manifest.damages`.
+
+        Raises:
+            DamagedCheckpointError: a file is missing or is not what was written.
+        """
+        if self.manifest is None:
+            return
+        if damages := self.manifest.damages(self.folder, self.manifest.blocks(rank, ranks), take):
+            raise DamagedCheckpointError(self.folder, damages)
 
     def below(self, prefix: str) -> Iterator[str]:
         """The keys that start with ``prefix`` and a dot, without these."""
@@ -116,10 +139,30 @@ def _splits(key: str) -> Iterator[tuple[str, str]]:
         position = key.find(".", position + 1)
 
 
-def open_checkpoint(folder: Path, ranks: Ranks) -> Contents:
-    """The contents of the checkpoint in ``folder``, after all ranks together have checked its files.
+def find_contents(folder: Path) -> Contents:
+    """The contents of the checkpoint in ``folder``, by files that tell of the others and are checked here.
 
-    One exchange. A checkpoint that mfsdp has not written has no manifest, and is not checked.
+    Raises:
+        DamagedCheckpointError: the manifest or the metadata is missing or is not what was written.
+        CheckpointError: there is no checkpoint that can be read.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint {folder}.")
+    manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
+    if manifest is not None:
+        blocks = [block for block in manifest.blocks() if block[0] == _METADATA]
+        if damages := manifest.damages(folder, blocks):
+            raise DamagedCheckpointError(folder, damages)
+    contents = Contents(folder, _read_metadata(folder), manifest)
+    if contents.is_own and manifest is None:
+        raise DamagedCheckpointError(folder, (Damage(MANIFEST, "is missing"),))
+    return contents
+
+
+def open_checkpoint(folder: Path, ranks: Ranks) -> Contents:
+    """The contents of the checkpoint in ``folder``, after all ranks together have checked its files; one exchange.
+
+    A checkpoint that mfsdp has not written has no manifest, and is not checked.
 
     Raises:
         DamagedCheckpointError: on every rank, if a file is missing or is not what was written.
@@ -127,54 +170,37 @@ def open_checkpoint(folder: Path, ranks: Ranks) -> Contents:
     """
     contents: Contents | None = None
 
-    def look() -> tuple[Damage, ...] | _Seen:
+    def look() -> Seen:
         nonlocal contents
-        if not folder.is_dir():
-            raise CheckpointError(f"there is no checkpoint {folder}.")
-        present = (folder / MANIFEST).exists()
-        manifest = _manifest(folder) if present else None
-        if isinstance(manifest, Damage):
-            return (manifest,)
-        if manifest is not None:
-            own = [(file, block) for file, block in manifest.blocks() if file == _METADATA]
-            share = manifest.blocks(ranks.rank, ranks.size)
-            if damages := manifest.damages(folder, [*own, *share]):
-                return damages
-        contents = Contents(folder, _read_metadata(folder))
-        if contents.is_own and manifest is None:
-            return (Damage(MANIFEST, "is missing"),)
-        return _Seen(str(folder), contents.save_id)
+        contents = find_contents(folder)
+        contents.check(ranks.rank, ranks.size)
+        return contents.seen
 
-    found = ranks.together("loading", look)
-    if damages := [damage for each in found if not isinstance(each, _Seen) for damage in each]:
-        raise DamagedCheckpointError(folder, damages)
-    _check_same([each for each in found if isinstance(each, _Seen)])
+    check_same(ranks.together(f"reading {folder}", look))
     assert contents is not None
     return contents
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """Which checkpoint a rank has found."""
 
     folder: str
     save_id: str | None
 
 
-def _check_same(seen: Sequence[_Seen]) -> None:
+def check_same(seen: Sequence[Seen]) -> None:
+    """Refuse that ranks, here in their order, load different checkpoints.
+
+    Raises:
+        CheckpointError: they do.
+    """
     for rank, each in enumerate(seen):
         if each.save_id != seen[0].save_id:
             raise CheckpointError(
                 f"the ranks were to load different checkpoints: rank 0 that in {seen[0].folder}, rank {rank} another, "
                 f"in {each.folder}. Let one rank choose, as by latest(), and give all ranks its path."
             )
-
-
-def _manifest(folder: Path) -> Manifest | Damage:
-    try:
-        return Manifest.read(folder)
-    except DamagedCheckpointError as error:
-        return error.damages[0]
 
 
 def _read_metadata(folder: Path) -> Metadata:

@@ -19,8 +19,9 @@ import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ _NO_CHECKSUM = b'"checksum": "00000000"'
 
 Block = tuple[str, int]
 """A file's name and the number of a block in it."""
+
+TakesPiece = Callable[[str, int, memoryview], None]
+"""Is given a file's name, a position in the file, and bytes from there on."""
 
 
 @dataclass(frozen=True)
@@ -149,25 +153,30 @@ class Manifest:
         first, last = (len(everything) * each // ranks for each in (rank, rank + 1))
         return everything[first:last]
 
-    def damages(self, folder: Path, blocks: Iterable[Block] | None = None) -> tuple[Damage, ...]:
+    def damages(
+        self, folder: Path, blocks: Iterable[Block] | None = None, take: TakesPiece | None = None
+    ) -> tuple[Damage, ...]:
         """What is wrong with the files in ``folder``.
 
         Args:
             folder: where they are.
             blocks: those to check, by default all. Sizes are checked in any case, of the files that these are in.
+            take: is given what is read, with the file's name and the position in it. What it was given may turn out
+                to be damaged.
         """
         faults: dict[str, str] = {}
         for file, block in self.blocks() if blocks is None else blocks:
-            if file not in faults and (fault := self._fault(folder, file, block)):
+            if file not in faults and (fault := self._fault(folder, file, block, take)):
                 faults[file] = fault
         return tuple(Damage(file, fault, self.files[file].names) for file, fault in faults.items())
 
-    def _fault(self, folder: Path, file: str, block: int) -> str | None:
+    def _fault(self, folder: Path, file: str, block: int, take: TakesPiece | None) -> str | None:
         expected, path = self.files[file].sum, folder / file
+        taker = partial(take, file) if take is not None else None
         try:
             if (size := path.stat().st_size) != expected.size:
                 return f"has {size:,} bytes where {expected.size:,} were written"
-            if not expected.size or checksum_of_block(path, block) == expected.checksums[block]:
+            if not expected.size or checksum_of_block(path, block, taker) == expected.checksums[block]:
                 return None
         except FileNotFoundError:
             return "is missing"

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mfsdp.checkpoint.errors import CheckpointError
+from mfsdp.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from mfsdp.fsdp.objects import all_gather_object
 
 __all__ = ["Ranks"]
@@ -22,6 +22,7 @@ class _Report:
     result: Any = None
     failure: str | None = None
     explained: bool = False  # a failure that says by itself what failed
+    damaged: DamagedCheckpointError | None = None
 
 
 class Ranks:
@@ -54,6 +55,7 @@ class Ranks:
             What each rank's ``work`` returned, by rank.
 
         Raises:
+            DamagedCheckpointError: on every rank, if ``work`` has raised it on any; it has the damages of all.
             CheckpointError: on every rank, if ``work`` has failed on any.
         """
         report, mine = _Report(), None
@@ -65,7 +67,7 @@ class Ranks:
         if any(each.failure is not None for each in reports):
             if mine is not None and not isinstance(mine, Exception):
                 raise mine  # the process is to end
-            raise CheckpointError(_message(doing, reports)) from mine
+            raise _error(doing, reports) from mine
         return [each.result for each in reports]
 
     def on_first(self, doing: str, work: Callable[[], _T]) -> _T:
@@ -76,7 +78,16 @@ class Ranks:
 def _failed(error: BaseException) -> _Report:
     told = isinstance(error, (CheckpointError, OSError))
     text = str(error) if told else f"{type(error).__name__}: {error}"
-    return _Report(failure=text, explained=isinstance(error, CheckpointError))
+    damaged = error if isinstance(error, DamagedCheckpointError) else None
+    return _Report(failure=text, explained=isinstance(error, CheckpointError), damaged=damaged)
+
+
+def _error(doing: str, reports: Sequence[_Report]) -> CheckpointError:
+    # damage may be why other ranks failed
+    found = [each.damaged for each in reports if each.damaged is not None]
+    if found:
+        return DamagedCheckpointError(found[0].path, [damage for each in found for damage in each.damages])
+    return CheckpointError(_message(doing, reports))
 
 
 def _message(doing: str, reports: Sequence[_Report]) -> str:

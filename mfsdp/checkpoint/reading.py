@@ -10,15 +10,24 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from mfsdp.checkpoint.contents import Contents
-from mfsdp.checkpoint.direct_reader import DirectReader
 from mfsdp.checkpoint.errors import CheckpointError
+from mfsdp.checkpoint.extents import Extents
 from mfsdp.dtensor import is_local, local_tensor
 
-__all__ = ["read"]
+__all__ = ["Reading", "read"]
 
 
 def read(contents: Contents, targets: Mapping[str, Any], reader: StorageReader | None = None) -> dict[str, Any]:
-    """Read what this rank needs of the entries.
+    """Read what this rank needs of the entries; the arguments and errors are those of :class:`Reading`.
+
+    Returns:
+        ``targets``, with what was read in place of what is no tensor.
+    """
+    return Reading(contents, targets, reader).finish()
+
+
+class Reading:
+    """What this rank needs of some entries: planned first, then read.
 
     Args:
         contents: the checkpoint's.
@@ -26,23 +35,40 @@ def read(contents: Contents, targets: Mapping[str, Any], reader: StorageReader |
             or a plain one; anything for an entry that is no tensor.
         reader: knows how the files are to be read; by default DCP's own.
 
-    Returns:
-        ``targets``, with what was read in place of what is no tensor.
-
     Raises:
         CheckpointError: the saved pieces of a tensor do not cover it.
         OSError: a file cannot be read.
     """
-    values = dict(targets)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    if reader is None:
-        reader = DirectReader(contents) if contents.is_stored_plainly else FileSystemReader(contents.folder)
-    planner.set_up_planner(values, contents.metadata, is_coordinator=False)
-    reader.set_up_storage_reader(contents.metadata, is_coordinator=False)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    _check_covered(contents, plan, values)
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-    return values
+
+    def __init__(self, contents: Contents, targets: Mapping[str, Any], reader: StorageReader | None = None) -> None:
+        self._values = dict(targets)
+        self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._reader = FileSystemReader(contents.folder) if reader is None else reader
+        self._planner.set_up_planner(self._values, contents.metadata, is_coordinator=False)
+        self._reader.set_up_storage_reader(contents.metadata, is_coordinator=False)
+        plan = self._reader.prepare_local_plan(self._planner.create_local_plan())
+        _check_covered(contents, plan, self._values)
+        self._plan = self._planner.finish_plan(plan)
+        self._extents = Extents(contents.folder)
+        if reader is None and contents.is_stored_plainly:
+            rest = self._extents.add(contents, self._plan.items, self._planner)
+            self._plan = LoadPlan(rest)
+
+    def take(self, file: str, position: int, piece: memoryview) -> None:
+        """Use what was read of a file for another purpose; pieces come in the order of a contiguous part of the file.
+
+        Args:
+            file: its name.
+            position: of the piece in it.
+            piece: the bytes.
+        """
+        self._extents.take(file, position, piece)
+
+    def finish(self) -> dict[str, Any]:
+        """Read the rest; returns the targets, with what was read in place of what is no tensor."""
+        self._extents.read_rest()
+        self._reader.read_data(self._plan, self._planner).wait()
+        return self._values
 
 
 def _check_covered(contents: Contents, plan: LoadPlan, targets: Mapping[str, Any]) -> None:
