@@ -123,7 +123,10 @@ class OwnerLocalOptimizer(Optimizer):
         """
         for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
             state = states.get(key, {})
-            missing = [name for name in self._new_state(saved, param) if name not in state] if state else []
+            if not state:
+                continue
+            without_memory = torch.empty_like(param, device="meta", requires_grad=False)
+            missing = [name for name in self._new_state(saved, without_memory) if name not in state]
             if missing:
                 raise ValueError(
                     f"{type(self).__name__}: the state to be loaded for {param_label(group, index)} has no "
