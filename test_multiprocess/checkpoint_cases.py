@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
@@ -178,6 +182,18 @@ def assert_identical(one: Any, other: Any, label: str) -> None:
         assert torch.equal(one, other), label
     else:
         assert one == other, label
+
+
+def assert_written_once(path: Path) -> None:
+    """Every element of every tensor lies in the files of the checkpoint ``path`` once, and hardly anything else."""
+    metadata = FileSystemReader(path).read_metadata()
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            assert sum(prod(chunk.sizes) for chunk in entry.chunks) == prod(entry.size), key
+    # two names of a tied tensor lead to one place
+    places = {(info.relative_path, info.offset, info.length) for info in metadata.storage_data.values()}
+    size = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert size == sum(length for _, _, length in places)
 
 
 def on_rank(function: Callable[..., Any]) -> Callable[..., Any]:

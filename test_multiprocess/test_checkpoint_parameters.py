@@ -1,6 +1,5 @@
 """Parameters of every sort in one model: each is written once, by its owner, and comes back as it was."""
 
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -8,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
+from mfsdp import ShardPlan
 from mfsdp.checkpoint import Manifest
-from test_multiprocess.checkpoint_cases import assert_holds, moved, train, whole_state
+from mfsdp.fsdp import plan_of
+from test_multiprocess.checkpoint_cases import assert_holds, assert_written_once, moved, train, whole_state
 from test_multiprocess.fsdp_cases import VOCABULARY
 from test_multiprocess.world import on_ranks
 
@@ -83,13 +83,9 @@ def test_each_byte_is_written_once_and_by_its_owner(mesh: DeviceMesh, tmp_path: 
     # one place for each, but that two names of a tied tensor lead to the same places
     assert len(places) == len(metadata.storage_data) - mesh.size()
     assert metadata.state_dict_metadata[tied[0]] == metadata.state_dict_metadata[tied[1]]
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            assert sum(prod(chunk.sizes) for chunk in entry.chunks) == prod(entry.size), key
+    assert_written_once(path)
     files = Manifest.read(path).files
-    for file, record in files.items():
-        assert record.sum.size == (path / file).stat().st_size
-        assert record.sum.size == sum(length for name, _, length in places if name == file) or "distcp" not in file
+    assert ShardPlan.from_json((path / "plan.json").read_text()).hash() == plan_of(model).hash()
     names = {file: record.names for file, record in files.items()}
     owned = {f"model.{name}" for name, param in model.named_parameters() if name != "embedding.weight"}
     assert owned <= set(names[f"__{last}_0.distcp"])

@@ -13,6 +13,7 @@ import mfsdp.checkpoint
 from test_multiprocess.checkpoint_cases import (
     MATRIX_OPTIONS,
     assert_holds,
+    assert_written_once,
     in_layout,
     is_first,
     on_rank,
@@ -57,6 +58,7 @@ def save_all(mesh: DeviceMesh, folder: Path, layout: str) -> None:
             }
             dcp_save(states, checkpoint_id=target / "dcp")
         state = whole_state(model, optimizers)
+        assert_written_once(target / "own")
         if is_first():
             torch.save(state, target / "state.pt")
     dist.barrier()
