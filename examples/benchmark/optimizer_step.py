@@ -5,7 +5,8 @@
 
 48 matrices in 4 shapes of 256 to 1,024, or those of a layer of a model of the planner's catalogue. Each variant is
 timed in turn, many times over, so that other load on the machine hits all alike. Printed are medians, the middle
-half of the times as a share of the median, and the median over turns of torch's time over the variant's.
+half of the times as a share of the median, and torch's time over the variant's: the median over turns, and that of
+the least times, which other load on the machine disturbs least.
 
 ``share of matmul`` is the time that plain matrix products in bfloat16 of the shapes of the Newton-Schulz iterations
 take, over that of the step. ``torch's products`` are the iterations of torch.optim.Muon alone, as it does them: what
@@ -123,7 +124,9 @@ def measure(steps: dict[str, Callable[[], object]], device: str, repeats: int) -
 
 
 def table(times: dict[str, list[float]], flops: float) -> str:
-    lines = [f"{'':20} {'step':>10} {'middle half':>12} {'TFLOP/s':>8} {'against torch':>14} {'share of matmul':>16}"]
+    columns = ("step", 10), ("middle half", 12), ("TFLOP/s", 8), ("against torch", 14), ("of least", 9)
+    header = " ".join(f"{title:>{width}}" for title, width in (*columns, ("share of matmul", 16)))
+    lines = [f"{'':20} {header}"]
     products = statistics.median(times["plain products"])
     for name, taken in times.items():
         median = statistics.median(taken)
@@ -131,7 +134,7 @@ def table(times: dict[str, list[float]], flops: float) -> str:
         ratio = statistics.median(a / b for a, b in zip(times["torch.optim.Muon"], taken, strict=True))
         lines.append(
             f"{name:20} {median * 1e3:7.1f} ms {(high - low) / median:12.0%} {flops / median / 1e12:8.3f} "
-            f"{ratio:13.2f}x {products / median:15.0%}"
+            f"{ratio:13.2f}x {min(times['torch.optim.Muon']) / min(taken):8.2f}x {products / median:15.0%}"
         )
     return "\n".join(lines)
 
