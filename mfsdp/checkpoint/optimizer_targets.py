@@ -3,14 +3,16 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mfsdp import optim as mfsdp_optim
 from mfsdp.checkpoint.contents import Contents
 from mfsdp.checkpoint.misfits import Misfits
 from mfsdp.checkpoint.names import ModelState
@@ -181,16 +183,29 @@ def _same(one: Any, other: Any) -> bool:
 def _other_class(saved: Mapping[str, Any], known: Mapping[str, Any], part: Optimizer) -> str | None:
     """Why the options of a saved group cannot be those of ``part``; None if they can.
 
-    Variants of an algorithm, and versions of a class, add options; another algorithm has some and lacks others.
+    Variants of an algorithm, and versions of a class, add options; another algorithm has some and lacks others. What
+    is no optimizer's option was put into the group by its user, or by a scheduler.
     """
-    lacking = sorted(option for option in known.keys() - saved.keys() if not _of_scheduler(option))
-    surplus = sorted(option for option in saved.keys() - known.keys() if not _of_scheduler(option))
+    lacking = sorted((known.keys() - saved.keys()) & _options())
+    surplus = sorted((saved.keys() - known.keys()) & _options())
     if lacking and surplus:
         return (
             f"saved by another optimizer than {type(part).__name__}: its options have "
             f"{', '.join(surplus)}, and lack {', '.join(lacking)}"
         )
     return None
+
+
+@cache
+def _options() -> frozenset[str]:
+    """The options of all optimizers of torch and mfsdp."""
+    found = (each for module in (torch.optim, mfsdp_optim) for each in vars(module).values() if isinstance(each, type))
+    classes = {each for each in found if issubclass(each, Optimizer)} - {Optimizer, RoutedOptimizer}
+    return frozenset(
+        option
+        for optimizer_class in classes
+        for option in optimizer_class([nn.Parameter(torch.zeros(1, 1))]).defaults  # type: ignore[call-arg]
+    )
 
 
 def _of_scheduler(option: str) -> bool:

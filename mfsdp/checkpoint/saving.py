@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ class Destination:
 
     def __exit__(self, *raised: object) -> None:
         if self._is_first:
-            directory.discard(self.temporary)
+            with suppress(OSError):  # what stays is cleaned up by the next save; what failed is what must be told
+                directory.discard(self.temporary)
 
     def publish(self, planned: PlannedSave, written: Sequence[Written], ranks: Ranks) -> Path:
         """Complete the checkpoint, when every rank has written its part, and give it its name.
