@@ -3,7 +3,6 @@
 DCP's reader copies them twice on the way, and takes no part in checking the files.
 """
 
-import ctypes
 import io
 import os
 import struct
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from mfsdp.checkpoint.contents import Contents
+from mfsdp.checkpoint.memory import memory_of
 
 __all__ = ["Extents"]
 
@@ -44,7 +44,7 @@ class _Extent:
 
     def memory(self) -> memoryview:
         """As bytes; valid as long as the tensor is."""
-        return memoryview((ctypes.c_char * self.target.nbytes).from_address(self.target.data_ptr())).cast("B")
+        return memory_of(self.target)
 
 
 class Extents:

@@ -4,7 +4,6 @@ Nothing is gathered. A matrix is written by its owner, rows by the ranks that ha
 of the ranks that have it; a rank holds no more than its shard and a copy of one piece of it.
 """
 
-import ctypes
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from mfsdp.checkpoint import directory
 from mfsdp.checkpoint.contents import Contents, open_checkpoint
 from mfsdp.checkpoint.errors import CheckpointError
+from mfsdp.checkpoint.memory import memory_of
 from mfsdp.checkpoint.names import ModelState
 from mfsdp.checkpoint.ranks import Ranks
 from mfsdp.checkpoint.reading import read
@@ -235,7 +235,7 @@ def _write_pieces(folder: Path, layout: Layout, pieces: Iterable[_Piece]) -> Non
 
 def _write_piece(handle: int, beginning: int, shape: tuple[int, ...], piece: _Piece) -> None:
     value = piece.value.detach().cpu().resolve_conj().contiguous()
-    data = _bytes_of(value)
+    data = memory_of(value)
     for there, here, count in _runs(shape, piece.offsets, tuple(value.shape)):
         run = data[here * value.itemsize : (here + count) * value.itemsize]
         position = beginning + there * value.itemsize
@@ -261,10 +261,3 @@ def _runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ..
     for number, index in enumerate(product(*map(range, sizes[:outer]))):
         there = first + sum(each * stride for each, stride in zip(index, strides[:outer], strict=True))
         yield there, number * count, count
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU; valid as long as the tensor is."""
-    if not tensor.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
