@@ -10,9 +10,14 @@ import mfsdp
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
+def blocks() -> tuple[str, str]:
+    """The example, and the lines about checkpoints that go on from there."""
+    first, second = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    return first, second
+
+
 def example() -> str:
-    (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    return block
+    return blocks()[0]
 
 
 def test_the_example_is_short() -> None:
@@ -21,12 +26,13 @@ def test_the_example_is_short() -> None:
 
 def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
-    script.write_text(example() + "print([p.placements for p in model.parameters()])\n")
+    script.write_text("".join((*blocks(), "print([p.placements for p in model.parameters()], extra)\n")))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    for placement in ("OwnerShard(owner=0)", "OwnerShard(owner=1)", "Tail(owner="):
-        assert placement in result.stdout
+    for shown in ("OwnerShard(owner=0)", "OwnerShard(owner=1)", "Tail(owner=", "{'step': 100}"):
+        assert shown in result.stdout
+    assert mfsdp.checkpoint.latest(tmp_path / "runs") == tmp_path / "runs" / "step-100"
     losses = re.findall(r"rank (\d), step \d: loss ([\d.]+)", result.stdout)
     of_rank = [[float(loss) for rank, loss in losses if rank == wanted] for wanted in "01"]
     assert of_rank[0] != of_rank[1]  # each rank has data of its own
