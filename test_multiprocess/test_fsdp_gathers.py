@@ -169,7 +169,7 @@ def test_the_choice_follows_the_rule(mesh: DeviceMesh) -> None:
     try:
         assert [chosen(layout) for layout in (small, spread, lopsided)] == [
             BroadcastGather,
-            ResplitGather,
+            ChainGather,
             ChainGather,
         ]
     finally:

@@ -114,9 +114,7 @@ class OwnerParamGroup(FSDPParamGroup):
         self._must_repack = False
         self._memory: UnitMemory | None = None
         itemsize = (mp_policy.param_dtype or self._resident.flat.dtype).itemsize
-        self._gather = choose_gather(
-            self._ranks, self._layout, itemsize, device, by_segment=self._use_post_forward_mesh
-        )
+        self._gather = choose_gather(self._ranks, self._layout, itemsize, device)
         self._gathering: _Gathering | None = None
         self._reduction = choose_reduction()
         self._partial = PartialSum()

@@ -6,15 +6,25 @@ gather              where
 BroadcastGather     NCCL, whose broadcast is a pipelined ring; GPUs in general; and gloo where
                     its tree does no harm: two ranks, one host (loopback), or a unit of less
                     than :data:`SMALL_UNIT` bytes, whose time is latency
-ChainGather         gloo on CPUs of several hosts, one owner with more than half of the unit
-ResplitGather       gloo on CPUs of several hosts, all other units
+ChainGather         gloo on CPUs of several hosts, all other units
 ==================  =============================================================================
 
 Reductions are rooted reduces everywhere: with gloo and NCCL each link carries a segment about once.
 
-Measured on 8 emulated nodes with 1 Gbit/s each, for a unit of 16.8 MB, in milliseconds: with one owner
-broadcasts take 821, the chain 168, re-splitting 283; with owners of 1/2, 1/4, 1/4 they take 434, 246, 207;
-with 8 even owners 435, 223, 166. On loopback broadcasts are the fastest (50-54, an all-gather takes 78).
+Measured by ``examples/benchmark/gathers.py`` on 8 emulated nodes of 1 Gbit/s for a unit of 16 MiB, in milliseconds
+(an all-gather of even slices, which is what FSDP2 does, takes 140 to 170):
+
+==================  =========  =============  ===========
+owners              broadcast  ResplitGather  ChainGather
+==================  =========  =============  ===========
+one                 810        291            156
+1/2, 1/4, 1/4       401        194            162
+8, evenly           414        150            137
+==================  =========  =============  ===========
+
+So it is at 200 Mbit/s, on 4 and 16 nodes and from 256 KiB on: where the owner is one, re-splitting sends everything
+twice, and where owners are many the chain is a ring. :class:`~mfsdp.fsdp.network_gathers.ResplitGather` is therefore
+chosen nowhere; it is there to be compared with. On loopback broadcasts are the fastest.
 """
 
 import os
@@ -26,7 +36,7 @@ import torch.distributed as dist
 
 from mfsdp.fsdp.collectives import BroadcastGather, Gather, Reduction, RootedReduction, ShardGroup
 from mfsdp.fsdp.lane import Lane
-from mfsdp.fsdp.network_gathers import ChainGather, ResplitGather
+from mfsdp.fsdp.network_gathers import ChainGather
 from mfsdp.fsdp.objects import all_gather_object
 from mfsdp.fsdp.segments import UnitLayout
 
@@ -36,9 +46,7 @@ SMALL_UNIT = 256 * 1024
 """Bytes below which a unit is gathered by broadcasts on every network."""
 
 
-def choose_gather(
-    ranks: ShardGroup, layout: UnitLayout, itemsize: int, device: torch.device, by_segment: bool = False
-) -> Gather:
+def choose_gather(ranks: ShardGroup, layout: UnitLayout, itemsize: int, device: torch.device) -> Gather:
     """The gather for a unit, by the rule in the module's docstring. Called on every rank alike.
 
     Args:
@@ -46,16 +54,12 @@ def choose_gather(
         layout: the unit's.
         itemsize: bytes of an element as it travels.
         device: where it is gathered to.
-        by_segment: whether segments need buffers of their own, to be freed one by one.
     """
     if device.type != "cpu" or dist.get_backend(ranks.group) != "gloo":
         return BroadcastGather()
     if ranks.size <= 2 or layout.numel * itemsize < SMALL_UNIT or _on_one_host(ranks.group):
         return BroadcastGather()
-    largest = max(segment.numel for segment in layout.segments)
-    if by_segment or largest > layout.numel / 2:
-        return ChainGather(Lane.of(ranks))
-    return ResplitGather(Lane.of(ranks))
+    return ChainGather(Lane.of(ranks))
 
 
 def choose_reduction() -> Reduction:
