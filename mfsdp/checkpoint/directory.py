@@ -26,6 +26,7 @@ from mfsdp.checkpoint.errors import CheckpointError
 from mfsdp.checkpoint.manifest import MANIFEST, Manifest
 
 __all__ = [
+    "begin",
     "checkpoints",
     "clean",
     "commit",
@@ -129,6 +130,15 @@ def _foreign(folder: Path) -> set[str]:
 def temporary_for(path: Path) -> Path:
     """Where this run, that of the calling process, writes what is to become ``path``: a folder beside it."""
     return _beside(path, "writing")
+
+
+def begin(path: Path) -> Path:
+    """Put the folder around ``path`` in order, and make the empty folder :func:`temporary_for` it."""
+    clean(path.parent)
+    temporary = temporary_for(path)
+    discard(temporary)
+    temporary.mkdir(parents=True)
+    return temporary
 
 
 def _beside(path: Path, kind: str) -> Path:

@@ -198,10 +198,7 @@ def _begin(path: Path, layout: Layout) -> Path:
     """Make the files, with headers and without the tensors' bytes, in a temporary folder."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path} exists, and is no empty folder; export to another path, or remove it.")
-    directory.clean(path.parent)
-    temporary = directory.temporary_for(path)
-    directory.discard(temporary)
-    temporary.mkdir(parents=True)
+    temporary = directory.begin(path)
     for file in layout.files:
         with (temporary / file.name).open("wb") as stream:
             stream.write(file.header)

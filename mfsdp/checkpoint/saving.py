@@ -88,11 +88,7 @@ class Destination:
     @staticmethod
     def _make(path: Path) -> Path:
         directory.destination(path)
-        directory.clean(path.parent)
-        temporary = directory.temporary_for(path)
-        directory.discard(temporary)
-        temporary.mkdir(parents=True)
-        return temporary
+        return directory.begin(path)
 
     def __enter__(self) -> "Destination":
         return self
