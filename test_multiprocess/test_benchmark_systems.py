@@ -2,9 +2,7 @@
 
 import copy
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from test_multiprocess.benchmark_scripts import BENCHMARK, run
 from test_multiprocess.world import on_ranks
-
-BENCHMARK = Path(__file__).resolve().parent.parent / "examples" / "benchmark"
 
 
 def trained(
@@ -66,22 +63,14 @@ def test_more_ranks_give_the_same_up_to_the_order_of_sums(mesh: DeviceMesh, worl
             assert (after[name] - value).norm() <= tolerance * update.norm(), f"{system}: {name}"
 
 
-def run(script: str, json_file: Path, *arguments: str) -> tuple[str, Any]:
+def measured(script: str, json_file: Path, *arguments: str) -> tuple[str, Any]:
     """What a script prints, and the numbers that it writes."""
     small = ("--width", "32", "--layers", "1", "--context", "8", "--json", str(json_file))
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARK / script), *small, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(json_file.read_text())
+    return run(script, *small, *arguments), json.loads(json_file.read_text())
 
 
 def test_every_system_is_measured(tmp_path: Path) -> None:
-    text, numbers = run("training_step.py", tmp_path / "out.json", "--ranks", "2", "--rounds", "2")
+    text, numbers = measured("training_step.py", tmp_path / "out.json", "--ranks", "2", "--rounds", "2")
     assert text.startswith("GPT of 1 blocks, width 32, 2 x 8 tokens a rank, 2 ranks, loopback, 2 rounds, torch ")
     rows = {row["system"]: row for row in numbers["rows"]}
     assert list(rows) == ["mfsdp", "stock", "gather-once", "all-to-all", "zero1-owner", "ddp", "adamw", "(again)"]
@@ -98,7 +87,7 @@ def test_every_system_is_measured(tmp_path: Path) -> None:
 
 def test_memory_is_measured_beside_its_prediction(tmp_path: Path) -> None:
     systems = ("--systems", "mfsdp", "stock", "ddp")
-    text, numbers = run("memory.py", tmp_path / "out.json", "--ranks", "2", *systems, "--predict", "qwen3-14b")
+    text, numbers = measured("memory.py", tmp_path / "out.json", "--ranks", "2", *systems, "--predict", "qwen3-14b")
     assert re.search(r"^\| qwen3-14b, zero1-owner \| 56\.85 GiB \| 57\.78 GiB \|$", text, re.M), text
     rows = numbers["2"]
     assert list(rows) == ["mfsdp", "stock", "ddp"]
@@ -109,7 +98,7 @@ def test_memory_is_measured_beside_its_prediction(tmp_path: Path) -> None:
 
 def test_scaling_is_measured_and_simulated(tmp_path: Path) -> None:
     arguments = ("--ranks", "1", "2", "--rounds", "1", "--model", "llama3-8b", "--simulate", "64", "1024")
-    text, numbers = run("scaling.py", tmp_path / "out.json", *arguments)
+    text, numbers = measured("scaling.py", tmp_path / "out.json", *arguments)
     assert [row["ranks"] for row in numbers["measured"]] == [1, 2]
     few, many = numbers["simulated"]
     assert few["step"] >= few["bound"]

@@ -1,25 +1,15 @@
 """The benchmark of saving and loading runs, says what it measured, and leaves nothing."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "benchmark" / "checkpoint.py"
+from test_multiprocess.benchmark_scripts import run
 
 
 def test_both_systems_are_measured(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--tiny", "--rounds", "1", "--cold", "--folder", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run("checkpoint.py", "--tiny", "--rounds", "1", "--cold", "--folder", str(tmp_path))
     number, spread = r"[\d.]+", r"\d+%"
     table = re.fullmatch(
         rf"43,648 parameters, 2 ranks, 1 rounds; when loading, files are not in the page cache\n"
@@ -27,9 +17,9 @@ def test_both_systems_are_measured(tmp_path: Path) -> None:
         rf"fsdp2 +{number} +{spread} +{number} +{spread} +({number})\n"
         rf"mfsdp +{number} +{spread} +{number} +{spread} +({number})\n"
         rf"ratio +{number} +{number} +({number})\n",
-        done.stdout,
+        printed,
     )
-    assert table, done.stdout
+    assert table, printed
     theirs, ours, ratio = map(float, table.groups())
     assert ratio == pytest.approx(ours / theirs, abs=1e-3)
     assert ratio <= 1

@@ -1,27 +1,12 @@
 """The benchmark scripts of the runtime run, and say what they measured."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).resolve().parent.parent / "examples" / "benchmark"
+from test_multiprocess.benchmark_scripts import run
+
 SMALL = ("--width", "32", "--layers", "2", "--context", "8", "--rounds", "1")
-
-
-def run(script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARK / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("model", ["gpt", "two-matrices"])

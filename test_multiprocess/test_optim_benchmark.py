@@ -1,25 +1,10 @@
 """The benchmark scripts of the optimizers run, and say what they measured."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-BENCHMARK = Path(__file__).resolve().parent.parent / "examples" / "benchmark"
+from test_multiprocess.benchmark_scripts import run
+
 NUMBER = r"[\d.]+"
-
-
-def run(script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARK / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_variants_of_the_step_are_timed_compiled_too() -> None:

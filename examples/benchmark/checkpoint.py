@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from launching import is_rank, launch, write_results
+from launching import is_rank, launch, slowest, write_results
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
@@ -166,9 +166,9 @@ def report(args: argparse.Namespace) -> None:
     for system in SYSTEMS:
         row, cells = [], []
         for activity in ("save", "load"):
-            slowest = [max(times) for times in zip(*(rank[system][activity] for rank in ranks), strict=True)]
-            row.append(statistics.median(slowest))
-            cells.append(f"{row[-1]:>10.3f}{(max(slowest) - min(slowest)) / row[-1]:>8.0%}")
+            times = slowest(rank[system][activity] for rank in ranks)
+            row.append(statistics.median(times))
+            cells.append(f"{row[-1]:>10.3f}{(max(times) - min(times)) / row[-1]:>8.0%}")
         row.append(max(ranks[0][system]["bytes"]))
         rows.append(row)
         print(f"{system:<8}{''.join(cells)}{row[-1] / 1e6:>12.3f}")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from launching import is_rank, launch, write_results
+from launching import is_rank, launch, slowest, write_results
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -112,10 +112,7 @@ def report(options: argparse.Namespace, by_rank: list[list[dict]]) -> None:
     print(f"|---:|---|{'---:|' * len(names)}")
     for case in zip(*by_rank, strict=True):
         first = case[0]
-        slowest = {
-            name: [max(times) for times in zip(*(rank["times"][name] for rank in case), strict=True)] for name in names
-        }
-        cells = [cell(slowest[name], name == first["rule"]) for name in names]
+        cells = [cell(slowest(rank["times"][name] for rank in case), name == first["rule"]) for name in names]
         print(f"| {first['kib']:,} KiB | {first['owners']} | {' | '.join(cells)} |")
 
 

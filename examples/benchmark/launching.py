@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,11 @@ def launch(ranks: int, nodes: int = 0, rate: str = "1gbit", arguments: Sequence[
                 process.kill()
                 process.wait()
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def slowest(ranks: Iterable[Sequence[float]]) -> list[float]:
+    """For each round the time of the rank that took longest, from the times of each rank by round."""
+    return [max(times) for times in zip(*ranks, strict=True)]
 
 
 def _free_port() -> int:

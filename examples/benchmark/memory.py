@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from allocations import peak_memory, resident_memory
 from launching import is_rank, launch, write_results
-from systems import GPT, SYSTEMS
+from systems import SYSTEMS, add_model_arguments, model_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
@@ -28,11 +28,6 @@ from mfsdp.planning.comparison import compare
 
 PREDICTED = {"mfsdp": "mfsdp", "stock": "zero3", "gather-once": "gather-once", "zero1-owner": "zero1-owner"}
 """System -> what the planner calls it."""
-
-
-def model_of(args: argparse.Namespace) -> GPT:
-    torch.manual_seed(0)
-    return GPT(args.width, args.layers, heads=8, context=args.context)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -140,10 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--predict", nargs="*", default=["qwen3-14b", "qwen3-32b"], help="models of the catalogue")
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--context", type=int, default=64)
+    add_model_arguments(parser)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--json", type=Path, help="write the bytes to this file")
     parser.add_argument("--system", help=argparse.SUPPRESS)  # of a rank

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from allocations import peak_memory
-from launching import bytes_sent, is_rank, launch, write_results
+from launching import bytes_sent, is_rank, launch, slowest, write_results
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -177,9 +177,9 @@ def report(args: argparse.Namespace, ranks: list[dict[str, Measured]]) -> None:
     print(f"{'':<8}{'ms / step':>12}{'spread':>8}{'peak MiB':>12}{'peak RSS MiB':>14}{'MiB sent / rank':>18}")
     rows = {}
     for system in args.systems:
-        slowest = [max(times) for times in zip(*(rank[system].seconds for rank in ranks), strict=True)]
-        seconds = statistics.median(slowest)
-        spread = (max(slowest) - min(slowest)) / seconds
+        times = slowest(rank[system].seconds for rank in ranks)
+        seconds = statistics.median(times)
+        spread = (max(times) - min(times)) / seconds
         peak = max(rank[system].peak_bytes for rank in ranks)
         rss = max(rank[system].peak_rss for rank in ranks)
         sent = statistics.mean(rank[system].sent_bytes for rank in ranks)

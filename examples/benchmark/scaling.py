@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launching import is_rank, launch, write_results
-from systems import GPT, SYSTEMS
+from launching import is_rank, launch, slowest, write_results
+from systems import SYSTEMS, add_model_arguments, model_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -29,11 +29,6 @@ import mfsdp
 from mfsdp.planning import MuonCost, Role, plan_specs
 from mfsdp.planning.catalogue import catalogue_specs, model_names
 from mfsdp.planning.traffic import unit_traffic
-
-
-def model_of(args: argparse.Namespace) -> GPT:
-    torch.manual_seed(0)
-    return GPT(args.width, args.layers, heads=8, context=args.context)
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -92,8 +87,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         by_rank = launch(ranks)
         row: dict[str, Any] = {"ranks": ranks}
         for name in by_rank[0]:
-            slowest = [max(times) for times in zip(*(rank[name] for rank in by_rank), strict=True)]
-            row[name] = statistics.median(slowest)
+            row[name] = statistics.median(slowest(rank[name] for rank in by_rank))
         rows.append(row)
     return rows
 
@@ -159,10 +153,7 @@ def main() -> None:
     parser.add_argument("--model", choices=model_names(), default="llama3-8b")
     parser.add_argument("--tflops", type=float, default=200.0, help="Newton-Schulz of one rank, in 10^12 per second")
     parser.add_argument("--gbytes", type=float, default=25.0, help="network of one rank, in 10^9 bytes per second")
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--context", type=int, default=64)
+    add_model_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     args = parser.parse_args()

@@ -19,6 +19,21 @@ from setups import Setup, matrix_names, with_ddp, with_fsdp2, with_mfsdp
 
 LR, OTHER_LR = 0.02, 3e-3
 
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the model, and of what it is given."""
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--context", type=int, default=64)
+
+
+def model_of(args: argparse.Namespace) -> GPT:
+    """The model of these sizes, the same on every rank."""
+    torch.manual_seed(0)
+    return GPT(args.width, args.layers, heads=8, context=args.context)
+
+
 MatrixOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 

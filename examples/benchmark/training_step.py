@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launching import bytes_sent, is_rank, launch, write_results
-from systems import GPT, SYSTEMS
+from launching import bytes_sent, is_rank, launch, slowest, write_results
+from systems import SYSTEMS, add_model_arguments, model_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
@@ -66,8 +66,7 @@ def work(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
         return
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)
-    model = GPT(args.width, args.layers, heads=8, context=args.context)
+    model = model_of(args)
     setups = {name: SYSTEMS[name](copy.deepcopy(model), mesh) for name in args.systems}
     if "mfsdp" in setups:
         setups[AGAIN] = SYSTEMS["mfsdp"](copy.deepcopy(model), mesh)
@@ -130,8 +129,8 @@ class Row:
 
     @staticmethod
     def of(system: str, ranks: list[Measured], shared_interface: bool) -> "Row":
-        step = [max(times) for times in zip(*(rank.step for rank in ranks), strict=True)]
-        backward = [max(times) for times in zip(*(rank.backward for rank in ranks), strict=True)]
+        step = slowest(rank.step for rank in ranks)
+        backward = slowest(rank.backward for rank in ranks)
         whole = [first + second for first, second in zip(backward, step, strict=True)]
         most = max(ranks, key=lambda rank: rank.counted_bytes)
         wire = statistics.mean(rank.wire_bytes for rank in ranks) / (len(ranks) if shared_interface else 1)
@@ -208,10 +207,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--nodes", type=int, default=0, help="emulated nodes; 0 is loopback")
     parser.add_argument("--rate", default="matched", help="egress of an emulated node, such as 1gbit; or matched")
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--context", type=int, default=64)
+    add_model_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
