@@ -135,3 +135,54 @@ def groups_of(model: nn.Module) -> Iterator[Any]:
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 if isinstance(group, OwnerParamGroup):
                     yield group
+
+
+def average(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """The mean over ranks of a plain model's gradients; where no rank has one, None."""
+    averaged: dict[str, Tensor | None] = {}
+    for name, grad in gradients.items():
+        if grad is not None:
+            grad = grad.clone()
+            dist.all_reduce(grad)
+            grad /= dist.get_world_size()
+        averaged[name] = grad
+    return averaged
+
+
+def plain_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def compare(
+    model: nn.Module,
+    reference: nn.Module,
+    loss: Callable[[nn.Module], Tensor],
+    world_size: int,
+    zeros: bool = False,
+) -> None:
+    """Backward through both; gradients must be equal. ``zeros``: where the reference has none, ours are zero."""
+    ours, theirs = loss(model), loss(reference)
+    torch.testing.assert_close(ours, theirs)
+    ours.backward()
+    theirs.backward()
+    if zeros:
+        for parameter in reference.parameters():
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    assert_same(whole_gradients(model), average(plain_gradients(reference)), exact=world_size <= 2)
+
+
+def rank_input(width: int) -> Tensor:
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+class OnlyOwned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(4), Block(4)])
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
