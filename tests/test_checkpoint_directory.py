@@ -57,7 +57,7 @@ def test_appears_whole_and_is_replaced_whole(tmp_path: Path) -> None:
     assert (names(tmp_path), content(path)) == (["last"], "second")
 
 
-DEADLY = ((Path, "rename"), (directory, "_sync_folder"), (shutil, "rmtree"), (os, "unlink"), (os, "rmdir"))
+DEADLY = ((Path, "rename"), (directory, "sync_folder"), (shutil, "rmtree"), (os, "unlink"), (os, "rmdir"))
 """What changes folders."""
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from mfsdp.checkpoint.durable import sync_folder
 from mfsdp.checkpoint.errors import CheckpointError
 from mfsdp.checkpoint.manifest import MANIFEST, Manifest
 
@@ -156,7 +157,7 @@ def commit(temporary: Path, path: Path) -> None:
         temporary: made with :func:`temporary_for`; has its manifest.
         path: made with :func:`destination`.
     """
-    _sync_folder(temporary)
+    sync_folder(temporary)
     destination(path)
     replaced = _beside(path, "replaced")
     if path.exists():
@@ -168,7 +169,7 @@ def commit(temporary: Path, path: Path) -> None:
         if replaced.exists():
             replaced.rename(path)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     discard(replaced)
 
 
@@ -266,7 +267,7 @@ def clean(root: str | os.PathLike[str]) -> None:
         named = root / each.name
         if each.kind == "replaced" and not named.exists() and resolve(named) == each.path:
             each.path.rename(named)
-            _sync_folder(root)
+            sync_folder(root)
         else:
             discard(each.path)
 
@@ -300,11 +301,3 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "0", name)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

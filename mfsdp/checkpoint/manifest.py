@@ -15,7 +15,6 @@ A manifest is a JSON file. It holds the size and checksums of every file, and th
 """
 
 import json
-import os
 import re
 import zlib
 from collections import defaultdict
@@ -28,6 +27,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mfsdp.checkpoint.checksums import BLOCK, FileSum, checksum_of_block
+from mfsdp.checkpoint.durable import write_file
 from mfsdp.checkpoint.errors import CheckpointError, Damage, DamagedCheckpointError
 
 __all__ = ["FORMAT", "MANIFEST", "VERSION", "Block", "FileRecord", "Manifest", "names_by_file"]
@@ -139,10 +139,7 @@ class Manifest:
         }
         text = json.dumps(fields, indent=1).encode()
         text = text.replace(_NO_CHECKSUM, b'"checksum": "%08x"' % zlib.crc32(text), 1)
-        with (folder / MANIFEST).open("wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(folder / MANIFEST, text)
 
     def blocks(self, rank: int = 0, ranks: int = 1) -> list[Block]:
         """The blocks that ``rank`` of ``ranks`` is to check, so that together they check each once.

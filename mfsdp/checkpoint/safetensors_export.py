@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from mfsdp.checkpoint import directory
 from mfsdp.checkpoint.contents import Contents, open_checkpoint
+from mfsdp.checkpoint.durable import write_file
 from mfsdp.checkpoint.errors import CheckpointError
 from mfsdp.checkpoint.memory import memory_of
 from mfsdp.checkpoint.names import ModelState
@@ -207,10 +208,7 @@ def _begin(path: Path, layout: Layout) -> Path:
 
 
 def _finish(temporary: Path, path: Path, layout: Layout) -> None:
-    with (temporary / INDEX).open("w") as stream:
-        stream.write(layout.index())
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_file(temporary / INDEX, layout.index().encode())
     directory.commit(temporary, path)
 
 

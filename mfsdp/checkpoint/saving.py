@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from mfsdp.checkpoint import directory
 from mfsdp.checkpoint.checksums import FileSum, checksum_of_file
 from mfsdp.checkpoint.collecting import Optimizers, check_extra, collect, listed
+from mfsdp.checkpoint.durable import write_file
 from mfsdp.checkpoint.errors import CheckpointError
 from mfsdp.checkpoint.in_flight import wait_for_saves
 from mfsdp.checkpoint.manifest import Manifest
@@ -113,7 +114,7 @@ class Destination:
         results = [planned.with_aliases(rank.results) for rank in written]
         Writer(self.temporary, 0).finish(planned.metadata, results)
         if self._plan is not None:
-            _write(self.temporary / PLAN, self._plan)
+            write_file(self.temporary / PLAN, self._plan.encode())
             sums[PLAN] = checksum_of_file(self.temporary / PLAN)
         sums[".metadata"] = checksum_of_file(self.temporary / ".metadata")
         saved_at = directory.time_of_saving(self.path.parent)
@@ -153,10 +154,3 @@ def plan_save(
     planned = PlannedSave.of(collected, extra, ranks)
     plan = plan_of(model)
     return planned, Destination(Path(os.path.realpath(path)), keep, None if plan is None else plan.to_json(), ranks)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
