@@ -1,6 +1,6 @@
 """A counter of collectives and their bytes that no path of PyTorch evades: :class:`CommCounter`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CommCounter", "CommTally"]
+__all__ = ["CommCounter", "CommTally", "see_through"]
 
 # Every operator of these namespaces is taken for communication, so that one which torch adds later is
 # counted under its own name rather than missed.
@@ -45,6 +45,15 @@ _KINDS = {
     "recv_any_source": "recv",
     "monitored_barrier": "barrier",
 }
+
+
+# Operators that are made of collectives -> what they call.
+_MADE_OF_COLLECTIVES: dict[OpOverload, Callable[..., Any]] = {}
+
+
+def see_through(op: OpOverload, implementation: Callable[..., Any]) -> None:
+    """Let counters see the collectives inside ``op``, which does what ``implementation`` does."""
+    _MADE_OF_COLLECTIVES[op] = implementation
 
 
 @dataclass
@@ -122,6 +131,9 @@ class CommCounter(TorchDispatchMode):
         if not _PLAIN.issuperset(types):
             # Other subclasses (DTensor) go first: what they call on their local tensors comes back here.
             return NotImplemented
+        if func in _MADE_OF_COLLECTIVES:
+            with self:
+                return _MADE_OF_COLLECTIVES[func](*args, **kwargs)
         if isinstance(func, OpOverload) and func.namespace in _NAMESPACES:
             self._count(func, args, kwargs)
         return func(*args, **kwargs)

@@ -1,7 +1,7 @@
 """``fully_shard``: FSDP2's call, with every matrix whole on one rank."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
 from torch.distributed.utils import _get_root_modules
 
 from mfsdp.fsdp import checks
+from mfsdp.fsdp.graph import GraphModule, GraphOptions, shard_graph
 from mfsdp.fsdp.managed import ManagedParameter, commit_loads, find_entries, find_parameters, plan_call, remember_plan
 from mfsdp.fsdp.param_group import OwnerParamGroup
 from mfsdp.fsdp.post_forward import post_forward_mesh_info
@@ -37,7 +38,21 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
+    style: Literal["hooks"] = ...,
 ) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    plan: ShardPlan | None = ...,
+    reshard_after_forward: bool | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    style: Literal["graph"],
+) -> GraphModule: ...
 
 
 @overload
@@ -52,6 +67,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
+    style: Literal["hooks"] = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -66,7 +82,8 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (as in FSDP2)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> FSDPModule | list[FSDPModule]:
+    style: Literal["hooks", "graph"] = "hooks",
+) -> FSDPModule | GraphModule | list[FSDPModule]:
     """Shard a module's parameters over the mesh: each matrix whole on the rank that owns it.
 
     The call is that of :func:`torch.distributed.fsdp.fully_shard`, with ``plan`` added: call it on the blocks
@@ -99,9 +116,16 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy()`` keeps sharded parameters and gradients in CPU memory.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: not supported; pass the data-parallel part of the mesh.
+        style: ``"hooks"``, as FSDP2, or ``"graph"``: see below.
+
+    With ``style="graph"`` gathers and reductions are operators in the model's own forward and backward, so that
+    ``torch.compile(model, fullgraph=True)`` sees and schedules them. It takes one call, on the root of the planned
+    model; the units are those of the plan. Uncompiled it gives the same numbers, without overlap.
+    ``reshard_after_forward`` is a bool, there is no offloading, and the result is a
+    :class:`~mfsdp.fsdp.graph.GraphModule`, which has none of the methods of an ``FSDPModule``.
 
     Returns:
-        ``module``, changed in place into an ``FSDPModule`` (or the list of them).
+        ``module``, changed in place into an ``FSDPModule`` (or the list of them), or into a ``GraphModule``.
 
     Raises:
         ValueError: a parameter, a module, the mesh or the plan does not fit; the message says which and how.
@@ -110,12 +134,17 @@ def fully_shard(
 
         Each is raised on every rank, even if only one has the fault, and before anything is moved.
     """
+    if style not in ("hooks", "graph"):
+        raise ValueError(f"style must be 'hooks' or 'graph', not {style!r}.")
     _validate_module(module, "fully_shard")  # type: ignore[arg-type]
     mesh = mesh or _init_default_mesh()
     checks.check_mesh(mesh)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
     findings = checks.Findings()
     checks.check_options(mesh, reshard_after_forward, shard_placement_fn, dp_mesh_dims, findings)
+    if style == "graph":
+        options = GraphOptions.of(reshard_after_forward, mp_policy, offload_policy, findings)
+        return shard_graph(module, mesh, plan, options, ignored_params or set(), findings)
     managed = _plan_and_check(modules, mesh, plan, ignored_params or set(), findings)
     owned = [parameter for parameter in managed if parameter.entry.role is not Role.ROWS]
     result = torch_fsdp.fully_shard(

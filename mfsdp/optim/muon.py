@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -157,9 +156,10 @@ class Muon(OwnerLocalOptimizer):
             self.param_groups.pop()
             raise
 
-    @cached_property
+    @property
     def _workspace(self) -> Workspace:
-        return Workspace()
+        # not functools.cached_property, whose lock torch.compile cannot trace
+        return self.__dict__.setdefault("_workspace_", Workspace())
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         state = {"momentum_buffer": state_like(param)}

@@ -100,7 +100,9 @@ class Workspace:
         self._flat: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of undefined contents, valid until ``name`` is taken again."""
+        """A tensor of undefined contents, valid until ``name`` is taken again; in a compiled step, a new one."""
+        if torch.compiler.is_compiling():
+            return torch.empty(*shape, dtype=dtype, device=device)
         key, numel = (name, dtype, device), torch.Size(shape).numel()
         flat = self._flat.get(key)
         if flat is None or flat.numel() < numel:

@@ -1,0 +1,112 @@
+"""What autograd saves of full parameters when nothing is compiled: where they lay, and not their values.
+
+Inside of a unit's forward, saved-tensor hooks replace every view of the unit's full tensor by its place there. The
+full tensor is then freed when forward is over. The first of these places that backward asks for gathers the unit
+again, and the others use the same full tensor, until the gradients of all of the unit's parameters are complete.
+
+Other people's hooks (activation checkpointing, offloading) come first: where some are active, ours are not installed,
+and they decide what becomes of parameters, too. In a compiled graph the partitioner recomputes the gather instead.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["SavedParameters"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A view of a full tensor.
+
+    Args:
+        unit: which.
+        size, stride, offset: the view's geometry.
+    """
+
+    unit: "SavedParameters"
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def restore(self) -> Tensor:
+        return self.unit.full().as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """Any other tensor, with the check that autograd makes where there are no hooks."""
+
+    tensor: Tensor
+    version: int
+
+    def restore(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}, expected version "
+                f"{self.version} instead."
+            )
+        return self.tensor
+
+
+class SavedParameters:
+    """The full tensor of a unit as one forward has seen it.
+
+    Args:
+        gather: gathers it again.
+    """
+
+    def __init__(self, gather: Callable[[], Tensor]) -> None:
+        self._gather = gather
+        self._full: Tensor | None = None
+        self._storage: int | None = None
+        self._dtype: torch.dtype | None = None
+        self._outer: SavedParameters | None = None
+
+    def full(self) -> Tensor:
+        """The full tensor, gathered if it is not there."""
+        if self._full is None:
+            with torch.no_grad():
+                self._full = self._gather()
+        return self._full
+
+    def release(self) -> None:
+        """Free the full tensor."""
+        self._full = None
+
+    @contextmanager
+    def hooks(self, parameter: Tensor) -> Iterator[None]:
+        """While a forward runs: save places instead of views of the full tensor that ``parameter`` is a part of.
+
+        Does nothing where autograd saves nothing, in a recomputation, and where hooks of others are active.
+        """
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack = top[0] if top is not None else None
+        nested = isinstance(pack, MethodType) and isinstance(pack.__self__, SavedParameters)
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not torch.is_grad_enabled() or in_backward or (pack is not None and not nested):
+            yield
+            return
+        self._outer = pack.__self__ if nested else None  # type: ignore[union-attr]
+        self._storage, self._dtype = parameter.untyped_storage()._cdata, parameter.dtype
+        with saved_tensors_hooks(self._pack, _restore):
+            yield
+        self._storage = self._outer = None
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage()._cdata == self._storage and tensor.dtype == self._dtype:
+            return _Place(self, tensor.size(), tensor.stride(), tensor.storage_offset())
+        if self._outer is not None:
+            return self._outer._pack(tensor)
+        return _Value(tensor, tensor._version)
+
+
+def _restore(packed: _Place | _Value) -> Tensor:
+    return packed.restore()
