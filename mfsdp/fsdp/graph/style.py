@@ -14,6 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from mfsdp.fsdp import checks
 from mfsdp.fsdp.collectives import ShardGroup
+from mfsdp.fsdp.graph import overlap
+from mfsdp.fsdp.graph.lowering import register_lowerings
 from mfsdp.fsdp.graph.module import GraphModule, make_graph_module
 from mfsdp.fsdp.graph.spec import Precision, Wires
 from mfsdp.fsdp.graph.unit import GraphUnit, Place, UnitParameters
@@ -121,6 +123,8 @@ def shard_graph(
         )
     checks.agree(mesh, plan, managed, findings)
     assert isinstance(module, nn.Module)
+    register_lowerings()
+    overlap.install()
     _replace_parameters(units, mesh)
     for name in units.keys() | {""}:
         make_graph_module(modules[name], _unit(name, units.get(name, []), mesh, options))
