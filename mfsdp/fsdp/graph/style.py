@@ -109,7 +109,7 @@ def shard_graph(
             managed, unknown = find_entries(found, used)
             checks.check_plan(used, mesh, unknown, findings)
             checks.check_parameters(managed, mesh, findings)
-            _check_root(used, managed, found, findings)
+            _check_root(used, list(find_parameters((module,), set())), findings)
             units = _units_of(found, managed, used)
             modules = _modules_of_units(module, used)
             for problem in _problems_of_units(units, modules):
@@ -156,18 +156,16 @@ def _check_tree(root: nn.Module, findings: checks.Findings) -> None:
             return
 
 
-def _check_root(
-    plan: ShardPlan, managed: Sequence[ManagedParameter], found: Sequence[FoundParameter], findings: checks.Findings
-) -> None:
-    names = {parameter.name for parameter in managed}
+def _check_root(plan: ShardPlan, found: Sequence[FoundParameter], findings: checks.Findings) -> None:
+    """Refuse a module that is only a part of what was planned."""
+    names = {plan.name_of(place.module, place.attribute) for place in found}
     missing = [name for name in plan.entries if name not in names]
-    if missing and managed:
-        first = next(place.name for place in found)
+    if missing and names != {None}:
         findings.add(
             ValueError(
                 f"style='graph' is called once, on the root of the planned model: the plan has {len(missing)} "
-                f"parameters that this module has not, {missing[0]} for instance (the module's first is {first}). "
-                "Call fully_shard(model, style='graph') on the model that was planned, without calls on its blocks."
+                f"parameters that this module has not, {missing[0]} for instance. Call fully_shard(model, "
+                "style='graph') on the model that was planned, and not on its blocks."
             )
         )
 

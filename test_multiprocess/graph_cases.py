@@ -1,0 +1,16 @@
+"""What the tests of graph style share."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mfsdp.fsdp import fully_shard
+from mfsdp.planning import ShardPlan, plan
+
+
+def shard_graph(model: nn.Module, mesh: DeviceMesh, **options: Any) -> ShardPlan:
+    """``fully_shard(model, style="graph")``; the plan is returned."""
+    made = plan(model, mesh)
+    fully_shard(model, mesh=mesh, plan=made, style="graph", **options)
+    return made
