@@ -3,7 +3,7 @@
 from mfsdp import checkpoint, optim
 from mfsdp.comm_counter import CommCounter
 from mfsdp.dtensor import distribute_tensor
-from mfsdp.fsdp import fully_shard
+from mfsdp.fsdp import backward, compile_step, fully_shard
 from mfsdp.placements import OwnerShard, Tail
 from mfsdp.planning import MatrixShard, Role, ShardPlan, plan
 
@@ -14,6 +14,8 @@ __all__ = [
     "Role",
     "ShardPlan",
     "Tail",
+    "backward",
+    "compile_step",
     "checkpoint",
     "distribute_tensor",
     "fully_shard",

@@ -145,6 +145,7 @@ def fully_shard(
     if style == "graph":
         options = GraphOptions.of(reshard_after_forward, mp_policy, offload_policy, findings)
         return shard_graph(module, mesh, plan, options, ignored_params or set(), findings)
+    _check_style(modules, findings)
     managed = _plan_and_check(modules, mesh, plan, ignored_params or set(), findings)
     owned = [parameter for parameter in managed if parameter.entry.role is not Role.ROWS]
     result = torch_fsdp.fully_shard(
@@ -160,6 +161,18 @@ def fully_shard(
     if plan is not None:
         remember_plan(modules, plan)
     return result
+
+
+def _check_style(modules: Sequence[nn.Module], findings: checks.Findings) -> None:
+    """Refuse hooks in a model of graph style."""
+    for module in modules:
+        if any(isinstance(each, GraphModule) for each in module.modules()):
+            findings.add(
+                ValueError(
+                    f"this {type(module).__name__} was sharded with style='graph', which covers a model as a whole: call "
+                    "fully_shard once, on the root, or use style='hooks' for all of its modules."
+                )
+            )
 
 
 def _plan_and_check(

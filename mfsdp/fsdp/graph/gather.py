@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.traceback import annotate
 
 from mfsdp.fsdp.collectives import failure
 from mfsdp.fsdp.graph import ops
@@ -122,4 +123,8 @@ class GatherParameters(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
         if ctx.saved is not None:
             ctx.saved.release()
-        return (None, None, None, *reduced(ctx.spec, grads, f"reduction of unit {ctx.unit}"))
+        what = f"reduction of unit {ctx.unit}"
+        if not torch.compiler.is_compiling():
+            return (None, None, None, *reduced(ctx.spec, grads, what))
+        with annotate({"phase": "backward"}):  # where a graph has forward and backward, see mfsdp.backward
+            return (None, None, None, *reduced(ctx.spec, grads, what))
