@@ -50,6 +50,7 @@ def parse(argv: Sequence[str] | None = None, ranks: int = 1) -> argparse.Namespa
     add("--optimizer", choices=list(LEARNING_RATES), default="muon", help="what steps the matrices")
     add("--overlap", action="store_true", help="step in backward, as gradients arrive (mfsdp only)")
     add("--baseline", choices=BASELINES, default="mfsdp", help="what shards the model")
+    add("--compile", choices=["none", "block", "graph"], default="none", help="torch.compile each block, or the model")
     add("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the computation; parameters are fp32")
     add("--lr", type=float, help="learning rate of the matrices (default: what suits the optimizer here)")
     add("--other-lr", type=float, default=0.003, help="learning rate of everything else, which AdamW steps")
@@ -89,6 +90,8 @@ def check(args: argparse.Namespace, ranks: int) -> None:
         raise ValueError("--save-every and --resume need --checkpoint DIR, the folder of the run's checkpoints.")
     if args.keep is not None and args.save_every is None:
         raise ValueError("--keep needs --save-every N: without it nothing is saved.")
+    if args.compile == "graph" and (args.baseline != "mfsdp" or args.overlap):
+        raise ValueError("--compile graph is for --baseline mfsdp, without --overlap; --compile block is for all.")
     if args.data is not None and not Path(args.data).exists():
         raise ValueError(f"--data {args.data}: there is no such file or folder.")
 

@@ -36,9 +36,14 @@ def with_mfsdp(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
     """This library: plan, shard block by block, one optimizer."""
     plan = mfsdp.plan(model, mesh, cost_model=COST_MODELS[args.optimizer]())
     policy = mixed_precision(args)
-    for block in model.blocks:
-        mfsdp.fully_shard(block, mesh=mesh, plan=plan, mp_policy=policy)
-    mfsdp.fully_shard(model, mesh=mesh, plan=plan, mp_policy=policy)
+    compile_blocks(model, args)
+    if args.compile == "graph":
+        mfsdp.fully_shard(model, mesh=mesh, plan=plan, mp_policy=policy, style="graph")
+        model.compile(fullgraph=True)
+    else:
+        for block in model.blocks:
+            mfsdp.fully_shard(block, mesh=mesh, plan=plan, mp_policy=policy)
+        mfsdp.fully_shard(model, mesh=mesh, plan=plan, mp_policy=policy)
 
     optimizer = mfsdp.optim.build_optimizer(
         model,
@@ -54,6 +59,7 @@ def with_fsdp2(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
     """PyTorch's FSDP2, and its Muon, which gathers every matrix in every step."""
     matrices = matrix_names(model, mesh)
     policy = mixed_precision(args)
+    compile_blocks(model, args)
     for block in model.blocks:
         fsdp2_fully_shard(block, mesh=mesh, mp_policy=policy)
     fsdp2_fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -62,6 +68,7 @@ def with_fsdp2(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
 
 def with_ddp(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
     """PyTorch's DDP: everything on every rank, and every rank steps everything."""
+    compile_blocks(model, args)
     optimizers = torch_optimizers(model, matrix_names(model, mesh), args)
     return Setup(DistributedDataParallel(model), optimizers)
 
@@ -71,6 +78,13 @@ SETUPS: dict[str, Callable[[GPT, DeviceMesh, argparse.Namespace], Setup]] = {
     "fsdp2": with_fsdp2,
     "ddp": with_ddp,
 }
+
+
+def compile_blocks(model: GPT, args: argparse.Namespace) -> None:
+    """With ``--compile block``: each block is a graph of its own."""
+    if args.compile == "block":
+        for block in model.blocks:
+            block.compile()
 
 
 def mixed_precision(args: argparse.Namespace) -> MixedPrecisionPolicy:

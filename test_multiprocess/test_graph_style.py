@@ -184,7 +184,10 @@ def test_gradients_accumulate(mesh: DeviceMesh) -> None:
 def test_replicas_sum_what_their_owner_has(mesh: DeviceMesh) -> None:
     hsdp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     graph, hooks = both(hsdp)
-    assert graph.layers[0].up.weight.placements == (Replicate(), OwnerShard(graph.layers[0].up.weight.placements[1].owner))
+    assert graph.layers[0].up.weight.placements == (
+        Replicate(),
+        OwnerShard(graph.layers[0].up.weight.placements[1].owner),
+    )
     ours, theirs = loss_of(graph, 0), loss_of(hooks, 0)
     assert torch.equal(ours, theirs)
     with CommCounter() as comm:
@@ -379,7 +382,9 @@ def test_full_parameters_are_not_kept_from_forward_to_backward(mesh: DeviceMesh)
         shard_graph(model, mesh, reshard_after_forward=reshard)
         full: list[int] = []
         for module in (model.layers[0].up, model.layers[2].up, model.head):
-            module.register_forward_hook(lambda module, *_: full.append(module.weight.untyped_storage()._weak_ref()))
+            module.register_forward_hook(
+                lambda module, *_, seen=full: seen.append(module.weight.untyped_storage()._weak_ref())
+            )
         loss = loss_of(model, 0)
         dist.barrier()  # what gloo's threads still held, they have let go
         assert [torch.UntypedStorage._expired(reference) for reference in full] == [reshard] * 3
@@ -397,7 +402,7 @@ def test_model_states_are_interchangeable_with_hooks_style(mesh: DeviceMesh, wor
     for turn, (source, target) in enumerate([(hooks, graph), (graph, hooks)]):
         folder = tmp_path / f"{turn}"
         with torch.no_grad():
-            for name, parameter in source.named_parameters():
+            for parameter in source.parameters():
                 if is_local(parameter):
                     local_tensor(parameter).add_(1)
         dcp.save(get_model_state_dict(source), checkpoint_id=folder)

@@ -29,7 +29,7 @@ from torch.distributed.fsdp._fully_shard import (
 import mfsdp.fsdp
 from mfsdp.fsdp.owner_param import OwnerParam
 
-SOURCES = sorted(Path(mfsdp.fsdp.__file__).parent.glob("*.py"))
+SOURCES = sorted(Path(mfsdp.fsdp.__file__).parent.rglob("*.py"))
 
 
 def imported_from_torch() -> list[tuple[str, str, str]]:
@@ -72,6 +72,13 @@ SIGNATURES = {
     FSDP + "_fsdp_init._validate_module": "module, func_name",
     FSDP + "_fsdp_param._get_orig_param_uid": "param",
     FSDP + "_fsdp_param_group._get_param_module_infos": "params, modules",
+    "torch._inductor.custom_graph_pass.get_custom_graph_passes": "custom_pass",
+    "torch._inductor.fx_passes.control_dependencies.preserve_node_ordering": "graph, additional_deps_map, verbose",
+    "torch._inductor.lowering.add_layout_constraint": "fn, constraint",
+    "torch._inductor.lowering.constrain_to_fx_strides": "fx_node, args, kwargs",
+    "torch._inductor.lowering.register_lowering": (
+        "aten_fn, broadcast, type_promotion_kind, convert_input_to_bool, lowering_dict"
+    ),
     "torch._prims_common.make_contiguous_strides_for": "shape, row_major",
     "torch.distributed.distributed_c10d._coalescing_manager": "group, device, async_ops",
     "torch.distributed.utils._get_root_modules": "modules",
@@ -268,3 +275,20 @@ def test_an_owner_param_has_what_fsdp_param_has() -> None:
     ours = assigned_attributes(OwnerParam._init_sharded_param)
     lacking = theirs - ours - of_slices
     assert not lacking, f"torch {torch.__version__}: FSDPParam._init_sharded_param sets {sorted(lacking)} as well"
+
+
+def test_what_graph_style_asks_of_autograd_is_there() -> None:
+    assert torch._C._current_graph_task_id() == -1
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    with torch.autograd.graph.saved_tensors_hooks(len, len):
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) == (len, len)
+
+
+def test_what_graph_style_asks_of_inductor_is_there() -> None:
+    from torch._inductor import config, ir
+    from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+    assert list(inspect.signature(ir._CollectiveKernel.create_out_of_place).parameters)[:2] == ["kernel", "inputs"]
+    assert not get_custom_graph_passes(None)
+    assert get_custom_graph_passes(config.post_grad_custom_post_pass) is not None
+    assert torch._dynamo.config.trace_autograd_ops in (True, False)

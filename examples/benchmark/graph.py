@@ -115,9 +115,7 @@ def launch(args: argparse.Namespace) -> list[dict[str, Measured]]:
             "KINETO_LOG_LEVEL": "99",
         }
         command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--results", folder]
-        processes = [
-            subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(args.ranks)
-        ]
+        processes = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(args.ranks)]
         try:
             if any(process.wait() for process in processes):
                 raise SystemExit("a rank failed; its message is above")

@@ -169,8 +169,8 @@ def _check_style(modules: Sequence[nn.Module], findings: checks.Findings) -> Non
         if any(isinstance(each, GraphModule) for each in module.modules()):
             findings.add(
                 ValueError(
-                    f"this {type(module).__name__} was sharded with style='graph', which covers a model as a whole: call "
-                    "fully_shard once, on the root, or use style='hooks' for all of its modules."
+                    f"this {type(module).__name__} was sharded with style='graph', which covers a model as a whole: "
+                    "call fully_shard once, on the root, or use style='hooks' for all of its modules."
                 )
             )
 

@@ -109,7 +109,7 @@ class GatherParameters(torch.autograd.Function):
     """(spec, unit's name, what regathers in backward, what this rank holds of each parameter) -> full parameters."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, spec: UnitSpec, unit: str, saved: SavedParameters | None, *locals_: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.spec = spec
@@ -120,7 +120,7 @@ class GatherParameters(torch.autograd.Function):
         return parameters_in(flat, spec)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if ctx.saved is not None:
             ctx.saved.release()
         what = f"reduction of unit {ctx.unit}"

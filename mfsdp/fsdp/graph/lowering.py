@@ -25,4 +25,6 @@ def _register(op: torch._ops.OpOverload) -> None:
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(tensors: list[Any], *numbers: Any) -> Any:
-        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(op, tensors, *numbers))
+        result = ir._CollectiveKernel.create_out_of_place(op, tensors, *numbers)
+        assert isinstance(result, ir._CollectiveKernel)  # one output
+        return ir.TensorBox.create(result)

@@ -14,6 +14,7 @@ Dependencies pin it, as Inductor's scheduler would otherwise undo it to save mem
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -75,9 +76,7 @@ def _started(graph: fx.Graph, target: torch._ops.OpOverload) -> Iterator[_Starte
             yield node, waits[0]
 
 
-def _start_gathers_early(
-    graph: fx.Graph, gathers: list[_Started], after: dict[fx.Node, OrderedSet[fx.Node]]
-) -> None:
+def _start_gathers_early(graph: fx.Graph, gathers: list[_Started], after: dict[fx.Node, OrderedSet[fx.Node]]) -> None:
     order = {node: index for index, node in enumerate(graph.nodes)}
     for index in range(1, len(gathers)):
         gather, _ = gathers[index]
@@ -98,7 +97,7 @@ def _wait_for_reductions_late(
     graph: fx.Graph, reductions: list[_Started], after: dict[fx.Node, OrderedSet[fx.Node]]
 ) -> None:
     order = {node: index for index, node in enumerate(graph.nodes)}
-    for (_, wait), (following, _) in zip(reductions, reductions[1:], strict=False):
+    for (_, wait), (following, _) in pairwise(reductions):
         depending = _descendants(wait)
         if following in depending or order[following] < order[wait]:
             continue

@@ -88,13 +88,12 @@ class SavedParameters:
         Does nothing where autograd saves nothing, in a recomputation, and where hooks of others are active.
         """
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        pack = top[0] if top is not None else None
-        nested = isinstance(pack, MethodType) and isinstance(pack.__self__, SavedParameters)
+        outer = _unit_of(top[0]) if top is not None else None
         in_backward = torch._C._current_graph_task_id() != -1
-        if not torch.is_grad_enabled() or in_backward or (pack is not None and not nested):
+        if not torch.is_grad_enabled() or in_backward or (top is not None and outer is None):
             yield
             return
-        self._outer = pack.__self__ if nested else None  # type: ignore[union-attr]
+        self._outer = outer
         self._storage, self._dtype = parameter.untyped_storage()._cdata, parameter.dtype
         with saved_tensors_hooks(self._pack, _restore):
             yield
@@ -102,10 +101,17 @@ class SavedParameters:
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.untyped_storage()._cdata == self._storage and tensor.dtype == self._dtype:
-            return _Place(self, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return _Place(self, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         if self._outer is not None:
             return self._outer._pack(tensor)
         return _Value(tensor, tensor._version)
+
+
+def _unit_of(pack: Any) -> SavedParameters | None:
+    """The unit whose hook ``pack`` is, if it is one of ours."""
+    if isinstance(pack, MethodType) and isinstance(pack.__self__, SavedParameters):
+        return pack.__self__
+    return None
 
 
 def _restore(packed: _Place | _Value) -> Tensor:

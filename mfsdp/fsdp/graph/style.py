@@ -19,7 +19,7 @@ from mfsdp.fsdp.graph.lowering import register_lowerings
 from mfsdp.fsdp.graph.module import GraphModule, make_graph_module
 from mfsdp.fsdp.graph.spec import Precision, Wires
 from mfsdp.fsdp.graph.unit import GraphUnit, Place, UnitParameters
-from mfsdp.fsdp.managed import FoundParameter, ManagedParameter, find_entries, find_parameters
+from mfsdp.fsdp.managed import FoundParameter, ManagedParameter, find_entries, find_parameters, remember_plan
 from mfsdp.planning import PlanError, Role, ShardPlan
 from mfsdp.planning import plan as make_plan
 from mfsdp.planning.records import rows_of_rank
@@ -117,8 +117,8 @@ def shard_graph(
     else:
         findings.add(
             NotImplementedError(
-                f"style='graph' with a list of {len(module)} modules: the units are those of the plan. Call fully_shard "
-                "once, on the root; mfsdp.plan(model, mesh, units=...) chooses units."
+                f"style='graph' with a list of {len(module)} modules: the units are those of the plan. Call "
+                "fully_shard once, on the root; mfsdp.plan(model, mesh, units=...) chooses units."
             )
         )
     checks.agree(mesh, plan, managed, findings)
@@ -129,6 +129,8 @@ def shard_graph(
     for name in units.keys() | {""}:
         make_graph_module(modules[name], _unit(name, units.get(name, []), mesh, options))
     assert isinstance(module, GraphModule)
+    if plan is not None:
+        remember_plan([module], plan)
     return module
 
 

@@ -51,7 +51,7 @@ class UnitParameters:
     def _sharded(self) -> list[Tensor]:
         return [module._parameters[name] for module, name in self._first_places]  # type: ignore[misc]
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @torch.compiler.assume_constant_result
     def _spec_for(self, trainable: tuple[bool, ...]) -> UnitSpec:
         shapes = [tuple(param.shape) for param in self._sharded()]
         return UnitSpec.of(shapes, self._owners, trainable, self._wires, self._precision)
