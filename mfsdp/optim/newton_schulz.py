@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,7 +73,7 @@ class NewtonSchulz:
             raise ValueError(f"ns_dtype must be bfloat16, float16, float32 or float64, but is {self.dtype}.")
         _ = self.schedule  # so that wrong coefficients are told now
 
-    @cached_property
+    @property
     def schedule(self) -> tuple[Coefficients, ...]:
         """The coefficients of each step."""
         sets = _coefficient_sets(self.coefficients)
