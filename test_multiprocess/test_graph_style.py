@@ -415,6 +415,34 @@ def test_model_states_are_interchangeable_with_hooks_style(mesh: DeviceMesh, wor
 
 
 @on_ranks(2)
+def test_a_run_is_resumed_from_a_checkpoint_of_the_other_style(mesh: DeviceMesh, tmp_path: Path) -> None:
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return mfsdp.optim.build_optimizer(model, matrix_kwargs={"lr": 0.02}, other_kwargs={"lr": 0.003})
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
+        losses = []
+        for number in numbers:
+            loss = loss_of(model, number)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(mean_over_ranks(loss))
+        return losses
+
+    for first, second in ((shard_graph, shard), (shard, shard_graph)):
+        saved, resumed = same_model(), same_model(seed=1)
+        first(saved, mesh)
+        second(resumed, mesh)
+        optimizer = optimizer_of(saved)
+        steps(saved, optimizer, range(3))
+        mfsdp.checkpoint.save(tmp_path / first.__name__, saved, optimizer, extra={"step": 3})
+        other = optimizer_of(resumed)
+        assert mfsdp.checkpoint.load(tmp_path / first.__name__, resumed, other) == {"step": 3}
+        assert steps(resumed, other, range(3, 6)) == steps(saved, optimizer, range(3, 6))
+        assert_same(whole_parameters(resumed), whole_parameters(saved), exact=True)
+
+
+@on_ranks(2)
 def test_a_model_from_the_meta_device(mesh: DeviceMesh) -> None:
     with torch.device("meta"):
         model = TinyLM()

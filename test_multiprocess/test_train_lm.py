@@ -269,3 +269,12 @@ def test_split_is_by_file_and_deterministic(tmp_path: Path) -> None:
     train, validation = set(first.train.tolist()), set(first.validation.tolist())
     assert train | validation == set(range(60))
     assert not train & validation
+
+
+@on_ranks(2, timeout=300)
+def test_a_compiled_model_learns_the_same(mesh: DeviceMesh) -> None:
+    losses = {}
+    for how in ("none", "graph"):
+        trainer, _ = trained(mesh, "mfsdp", "--steps", "4", "--report-every", "2", "--compile", how)
+        losses[how] = trainer.result.train_losses
+    assert losses["graph"] == pytest.approx(losses["none"], rel=1e-3)
