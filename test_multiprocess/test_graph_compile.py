@@ -162,7 +162,10 @@ def test_features(mesh: DeviceMesh, case: str) -> None:
     shard_graph(compiled, mesh, **options)
     shard_graph(eager, mesh, **options)
     capture = Capture()
-    ours = loss_of(torch.compile(compiled, fullgraph=True, backend=capture.backend), 0)
+    # in a checkpointed region torch.compile takes registering full parameters, and putting back the sharded ones, for
+    # something that the recomputation would have to repeat
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=case == "checkpointed"):
+        ours = loss_of(torch.compile(compiled, fullgraph=True, backend=capture.backend), 0)
     theirs = loss_of(eager, 0)
     torch.testing.assert_close(ours, theirs)
     ours.backward()
