@@ -14,8 +14,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from mfsdp.fsdp import checks
 from mfsdp.fsdp.collectives import ShardGroup
-from mfsdp.fsdp.graph import overlap
-from mfsdp.fsdp.graph.lowering import register_lowerings
 from mfsdp.fsdp.graph.module import GraphModule, make_graph_module
 from mfsdp.fsdp.graph.spec import Precision, Wires
 from mfsdp.fsdp.graph.unit import GraphUnit, Place, UnitParameters
@@ -123,8 +121,7 @@ def shard_graph(
         )
     checks.agree(mesh, plan, managed, findings)
     assert isinstance(module, nn.Module)
-    register_lowerings()
-    overlap.install()
+    _prepare_inductor()
     _replace_parameters(units, mesh)
     for name in units.keys() | {""}:
         make_graph_module(modules[name], _unit(name, units.get(name, []), mesh, options))
@@ -132,6 +129,14 @@ def shard_graph(
     if plan is not None:
         remember_plan([module], plan)
     return module
+
+
+def _prepare_inductor() -> None:
+    # here, so that nobody else who imports mfsdp imports Inductor
+    from mfsdp.fsdp.graph import lowering, overlap
+
+    lowering.register_lowerings()
+    overlap.install()
 
 
 # What is refused #
