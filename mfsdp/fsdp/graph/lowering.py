@@ -7,7 +7,7 @@ else until they are waited for.
 from typing import Any
 
 import torch
-from torch._inductor import ir
+from torch._inductor.ir import TensorBox, _CollectiveKernel
 from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, lowerings, register_lowering
 
 __all__ = ["register_lowerings"]
@@ -25,6 +25,6 @@ def _register(op: torch._ops.OpOverload) -> None:
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(tensors: list[Any], *numbers: Any) -> Any:
-        result = ir._CollectiveKernel.create_out_of_place(op, tensors, *numbers)
-        assert isinstance(result, ir._CollectiveKernel)  # one output
-        return ir.TensorBox.create(result)
+        result = _CollectiveKernel.create_out_of_place(op, tensors, *numbers)
+        assert isinstance(result, _CollectiveKernel)  # one output
+        return TensorBox.create(result)

@@ -121,7 +121,7 @@ def shard_graph(
         )
     checks.agree(mesh, plan, managed, findings)
     assert isinstance(module, nn.Module)
-    _prepare_inductor()
+    _prepare_compiler()
     _replace_parameters(units, mesh)
     for name in units.keys() | {""}:
         make_graph_module(modules[name], _unit(name, units.get(name, []), mesh, options))
@@ -131,10 +131,11 @@ def shard_graph(
     return module
 
 
-def _prepare_inductor() -> None:
-    # here, so that nobody else who imports mfsdp imports Inductor
+def _prepare_compiler() -> None:
+    # here, so that nobody else who imports mfsdp imports Dynamo and Inductor
     from mfsdp.fsdp.graph import lowering, overlap
 
+    torch.compiler.assume_constant_result(UnitParameters.spec_for)
     lowering.register_lowerings()
     overlap.install()
 

@@ -46,13 +46,13 @@ class UnitParameters:
         self._precision = precision
         self.places = [(place, index) for index, each in enumerate(places) for place in each]
         self._trainable = tuple(param.requires_grad for param in self._sharded())
-        self._spec = self._spec_for(self._trainable)
+        self._spec = self.spec_for(self._trainable)
 
     def _sharded(self) -> list[Tensor]:
         return [module._parameters[name] for module, name in self._first_places]  # type: ignore[misc]
 
-    @torch.compiler.assume_constant_result
-    def _spec_for(self, trainable: tuple[bool, ...]) -> UnitSpec:
+    def spec_for(self, trainable: tuple[bool, ...]) -> UnitSpec:
+        """The numbers of the unit if these of its parameters are trained; a constant where a graph is compiled."""
         shapes = [tuple(param.shape) for param in self._sharded()]
         return UnitSpec.of(shapes, self._owners, trainable, self._wires, self._precision)
 
@@ -64,7 +64,7 @@ class UnitParameters:
         """
         params = self._sharded()
         trainable = tuple([param.requires_grad for param in params])
-        spec = self._spec if trainable == self._trainable else self._spec_for(trainable)
+        spec = self._spec if trainable == self._trainable else self.spec_for(trainable)
         locals_ = [param.to_local() for param in params]  # type: ignore[attr-defined]
         if torch.compiler.is_compiling():
             if keep:
