@@ -12,12 +12,8 @@ of the rank with most. "eager" rows are the same without a compiler.
 
 import argparse
 import copy
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,7 +21,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from runtime import free_port, peak_memory
+from allocations import peak_memory
+from launching import is_rank, launch, slowest, write_results
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
@@ -46,16 +43,16 @@ class Measured:
     peak_bytes: int
 
 
-def shard(model: GPT, mesh: DeviceMesh, system: str) -> nn.Module:
+def shard(model: GPT, mesh: DeviceMesh, system: str, backend: str) -> nn.Module:
     """The model ready to be called with (tokens, targets)."""
     style, compiled = system.split(", ")
     if style == "graph":
         mfsdp.fully_shard(model, mesh=mesh, plan=mfsdp.plan(model, mesh), style="graph")
-        return torch.compile(model, fullgraph=True) if compiled == "compiled" else model
+        return torch.compile(model, fullgraph=True, backend=backend) if compiled == "compiled" else model
     plan = mfsdp.plan(model, mesh)
     for block in model.blocks:
         if compiled != "eager":
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, backend=backend)
     for module in (*model.blocks, model):
         if style == "hooks":
             mfsdp.fully_shard(module, mesh=mesh, plan=plan)
@@ -71,7 +68,7 @@ def work(args: argparse.Namespace) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     model = GPT(args.width, args.layers, heads=args.heads, context=args.context)
-    models = {system: shard(copy.deepcopy(model), mesh, system) for system in SYSTEMS}
+    models = {system: shard(copy.deepcopy(model), mesh, system, args.backend) for system in SYSTEMS}
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
     losses: dict[str, float] = {}
@@ -96,34 +93,9 @@ def work(args: argparse.Namespace) -> None:
         models[system].zero_grad()
     if max(losses.values()) - min(losses.values()) > 1e-4:
         raise SystemExit(f"the systems do not compute the same loss: {losses}")
-    Path(args.results, f"{dist.get_rank()}.json").write_text(
-        json.dumps({system: asdict(result) for system, result in measured.items()})
-    )
+    write_results({system: asdict(result) for system, result in measured.items()})
     dist.barrier()
     dist.destroy_process_group()
-
-
-def launch(args: argparse.Namespace) -> list[dict[str, Measured]]:
-    """Run all ranks; their numbers, by rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": str(args.ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "KINETO_LOG_LEVEL": "99",
-        }
-        command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--results", folder]
-        processes = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(args.ranks)]
-        try:
-            if any(process.wait() for process in processes):
-                raise SystemExit("a rank failed; its message is above")
-        finally:
-            for process in processes:
-                process.kill()
-        texts = [Path(folder, f"{rank}.json").read_text() for rank in range(args.ranks)]
-    return [{system: Measured(**numbers) for system, numbers in json.loads(text).items()} for text in texts]
 
 
 def report(args: argparse.Namespace, ranks: list[dict[str, Measured]]) -> None:
@@ -131,8 +103,8 @@ def report(args: argparse.Namespace, ranks: list[dict[str, Measured]]) -> None:
     print(f"GPT, width {args.width}, {args.layers} layers, batch {args.batch} x {args.context}, {args.ranks} ranks")
     print(f"{'':<26}{'ms / step':>10}{'quartiles':>14}{'graph over it':>15}{'peak MiB':>10}{'graph over it':>15}")
 
-    def slowest(system: str) -> list[float]:
-        return [max(times) for times in zip(*(rank[system].seconds for rank in ranks), strict=True)]
+    def times_of(system: str) -> list[float]:
+        return slowest(rank[system].seconds for rank in ranks)
 
     def peak(system: str) -> int:
         return max(rank[system].peak_bytes for rank in ranks)
@@ -140,9 +112,9 @@ def report(args: argparse.Namespace, ranks: list[dict[str, Measured]]) -> None:
     median: Callable[[list[float]], float] = statistics.median
     ours = "graph, compiled"
     for system in SYSTEMS:
-        times = slowest(system)
+        times = times_of(system)
         low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
-        ratio = median([mine / theirs for mine, theirs in zip(slowest(ours), times, strict=True)])
+        ratio = median([mine / theirs for mine, theirs in zip(times_of(ours), times, strict=True)])
         print(
             f"{system:<26}{median(times) * 1e3:>10.1f}{f'{low * 1e3:.0f} - {high * 1e3:.0f}':>14}{ratio:>15.2f}"
             f"{peak(system) / 2**20:>10.1f}{peak(ours) / peak(system):>15.2f}"
@@ -158,14 +130,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--results", help=argparse.SUPPRESS)  # given to the ranks
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     options = arguments()
-    if options.results:
+    if is_rank():
         work(options)
     else:
-        report(options, launch(options))
+        by_rank = launch(options.ranks)
+        report(options, [{system: Measured(**numbers) for system, numbers in rank.items()} for rank in by_rank])
