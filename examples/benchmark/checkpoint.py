@@ -36,11 +36,11 @@ from torch.optim import Optimizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import setups
 from gpt import GPT
+from systems import example_options
 
 import mfsdp
 
 CONTEXT = 64
-TRAINING = argparse.Namespace(optimizer="muon", dtype="fp32", lr=0.02, other_lr=0.003, overlap=False)
 
 
 class System(ABC):
@@ -87,8 +87,8 @@ class Torchs(System):
 
 
 SYSTEMS: dict[str, Callable[[GPT, DeviceMesh], System]] = {
-    "fsdp2": lambda model, mesh: Torchs(setups.with_fsdp2(model, mesh, TRAINING)),
-    "mfsdp": lambda model, mesh: Ours(setups.with_mfsdp(model, mesh, TRAINING)),
+    "fsdp2": lambda model, mesh: Torchs(setups.with_fsdp2(model, mesh, example_options())),
+    "mfsdp": lambda model, mesh: Ours(setups.with_mfsdp(model, mesh, example_options())),
 }
 
 

@@ -37,9 +37,11 @@ def model_of(args: argparse.Namespace) -> GPT:
 MatrixOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
-def options(optimizer: str = "muon") -> argparse.Namespace:
+def example_options(optimizer: str = "muon") -> argparse.Namespace:
     """What the example's set-ups want to know."""
-    return argparse.Namespace(optimizer=optimizer, lr=LR, other_lr=OTHER_LR, dtype="fp32", overlap=False)
+    return argparse.Namespace(
+        optimizer=optimizer, lr=LR, other_lr=OTHER_LR, dtype="fp32", compile="none", overlap=False
+    )
 
 
 def _split(model: GPT, mesh: DeviceMesh) -> tuple[list[str], list[str]]:
@@ -69,12 +71,12 @@ def _setup(
 
 
 SYSTEMS: dict[str, Callable[[GPT, DeviceMesh], Setup]] = {
-    "mfsdp": lambda model, mesh: with_mfsdp(model, mesh, options()),
-    "stock": lambda model, mesh: with_fsdp2(model, mesh, options()),
+    "mfsdp": lambda model, mesh: with_mfsdp(model, mesh, example_options()),
+    "stock": lambda model, mesh: with_fsdp2(model, mesh, example_options()),
     "gather-once": lambda model, mesh: _on_fsdp2(lambda params: GatherOnceMuon(params, lr=LR), model, mesh),
     "all-to-all": lambda model, mesh: _on_fsdp2(lambda params: AllToAllMuon(params, lr=LR), model, mesh),
     "zero1-owner": lambda model, mesh: _on_ddp(lambda params: zero1_owner_muon(params, lr=LR), model, mesh),
-    "ddp": lambda model, mesh: with_ddp(model, mesh, options()),
-    "adamw": lambda model, mesh: with_fsdp2(model, mesh, options("adamw")),
+    "ddp": lambda model, mesh: with_ddp(model, mesh, example_options()),
+    "adamw": lambda model, mesh: with_fsdp2(model, mesh, example_options("adamw")),
 }
 """Name -> what makes a model ready; FSDP2 lies under stock, gather-once, all-to-all and adamw."""
