@@ -215,7 +215,7 @@ fullest or busiest rank  resident  peak in step  moved in step        step
 zero3                     121 KiB       233 KiB       74.7 KiB  36.7 MFLOP
 zero1-owner               274 KiB       370 KiB       75.2 KiB  23.6 MFLOP
 gather-once               121 KiB       281 KiB       74.7 KiB  36.7 MFLOP
-mfsdp                     144 KiB       200 KiB            0 B  23.6 MFLOP
+mfsdp                     144 KiB       195 KiB            0 B  23.6 MFLOP
 
 note: the step takes as long as that of qkv.weight, 1.93 times the mean of all ranks; more ranks do
   not make it faster.

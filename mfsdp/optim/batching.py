@@ -1,9 +1,10 @@
-"""Same-shape matrices orthogonalised together, a batch at a time, in memory that is used again.
+"""Same-shape matrices orthogonalised together, a batch at a time, in memory that is used again within a step.
 
 A matrix here is a tensor of shape ``(k, m, n)``: ``k`` matrices that lie together in one parameter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,29 +13,31 @@ from mfsdp.optim.newton_schulz import NewtonSchulz, Workspace, iterate
 
 __all__ = ["batches", "orthogonalize"]
 
-#: A batch is cut so that its matrices have at most this many elements together (but at least one matrix):
-#: larger batches gain nothing more, and the iteration needs 4 to 8 bytes for each element.
+#: A batch is cut so that its matrices have at most this many elements together (but at least one matrix). The
+#: iteration needs 4 to 8 bytes for each, which on a CPU are new pages in every step: larger batches are slower there.
 MAX_BATCH_ELEMENTS = 1 << 23
+MAX_BATCH_ELEMENTS_ON_CPU = 1 << 21
 
 
-def batches(shapes: Sequence[torch.Size], batched: bool) -> Iterator[list[int]]:
-    """Positions in ``shapes`` in batches of one shape, up to transposition.
+def batches(matrices: Sequence[Tensor], batched: bool) -> Iterator[list[int]]:
+    """Positions in ``matrices`` in batches of one device and one shape, up to transposition.
 
     Args:
-        shapes: ``(k, m, n)`` each; those without elements are left out.
+        matrices: ``(k, m, n)`` each; those without elements are left out.
         batched: otherwise each position is a batch.
     """
-    buckets: dict[tuple[int, ...], list[int]] = {}
-    for index, shape in enumerate(shapes):
-        if shape.numel():
-            key = tuple(sorted(shape[1:])) if batched else (index,)
+    buckets: dict[tuple[Any, ...], list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        if matrix.numel():
+            key = (matrix.device, *sorted(matrix.shape[1:])) if batched else (index,)
             buckets.setdefault(key, []).append(index)
     for members in buckets.values():
+        most = MAX_BATCH_ELEMENTS_ON_CPU if matrices[members[0]].device.type == "cpu" else MAX_BATCH_ELEMENTS
         batch: list[int] = []
         elements = 0
         for index in members:
-            size = shapes[index].numel()
-            if batch and elements + size > MAX_BATCH_ELEMENTS:
+            size = matrices[index].numel()
+            if batch and elements + size > most:
                 yield batch
                 batch, elements = [], 0
             batch.append(index)

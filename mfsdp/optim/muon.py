@@ -120,6 +120,7 @@ class Muon(OwnerLocalOptimizer):
         compile: bool = False,
         capturable: bool = False,
     ) -> None:
+        self._workspace = Workspace()
         options = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -156,10 +157,12 @@ class Muon(OwnerLocalOptimizer):
             self.param_groups.pop()
             raise
 
-    @property
-    def _workspace(self) -> Workspace:
-        # not functools.cached_property, whose lock torch.compile cannot trace
-        return self.__dict__.setdefault("_workspace_", Workspace())
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._workspace = Workspace()
+        super().__setstate__(state)
+
+    def _release(self) -> None:
+        self._workspace.release()
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         state = {"momentum_buffer": state_like(param)}
@@ -176,7 +179,7 @@ class Muon(OwnerLocalOptimizer):
             matrix for update in owned if update.param.numel() for matrix in _logical_matrices(update, group["split"])
         ]
         iteration = _iteration(group)
-        for batch in batches([matrix.param.shape for matrix in logical], group["batched"]):
+        for batch in batches([matrix.param for matrix in logical], group["batched"]):
             self._update_batch(group, [logical[index] for index in batch], iteration)
 
     def _update_batch(self, group: dict[str, Any], batch: Sequence[_Logical], iteration: NewtonSchulz) -> None:

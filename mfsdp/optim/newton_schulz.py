@@ -93,7 +93,11 @@ def _coefficient_sets(given: str | Coefficients | Sequence[Coefficients]) -> Seq
 
 
 class Workspace:
-    """Memory that is used again in every step, so that large batches are not allocated over and over."""
+    """Memory that all batches of a step use in turn, so that it is not allocated over and over.
+
+    Between steps it is released: forward and backward need the room, and to allocate it once a step costs nothing
+    against the iterations. A step captured in a CUDA graph has it in the graph's own pool.
+    """
 
     def __init__(self) -> None:
         self._flat: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
@@ -108,6 +112,10 @@ class Workspace:
             self._flat.pop(key, None)
             flat = self._flat[key] = torch.empty(numel, dtype=dtype, device=device)
         return flat[:numel].view(*shape)
+
+    def release(self) -> None:
+        """Free the memory; what was taken must no longer be used."""
+        self._flat.clear()
 
 
 def iterate(

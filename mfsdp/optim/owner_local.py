@@ -66,6 +66,9 @@ class OwnerLocalOptimizer(Optimizer):
     ) -> None:
         """Update what this rank owns of ``group``; ``elsewhere`` has the states of what others update."""
 
+    def _release(self) -> None:
+        """Free what only serves within a step; called at the end of each, whether or not it succeeded."""
+
     def new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         """The state that the first step of a parameter begins with: zeros, in the parameter's placement.
 
@@ -82,15 +85,21 @@ class OwnerLocalOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._update_group(group, *self._collect(group, range(len(group["params"]))))
+        try:
+            for group in self.param_groups:
+                self._update_group(group, *self._collect(group, range(len(group["params"]))))
+        finally:
+            self._release()
         return loss
 
     @torch.no_grad()
     def step_one(self, group_index: int, param_index: int) -> None:
         """Step one parameter of one group, exactly as :meth:`step` steps it; hooks of steps are not called."""
         group = self.param_groups[group_index]
-        self._update_group(group, *self._collect(group, [param_index]))
+        try:
+            self._update_group(group, *self._collect(group, [param_index]))
+        finally:
+            self._release()
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch's, of data alone: options that are a ``split`` or a function are left out."""

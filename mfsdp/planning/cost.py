@@ -201,9 +201,9 @@ class MuonCost(CostModel):
     two Gram matrices ``(s, s)`` in 16 bits, which is what an iteration holds while it makes the next iterate.
 
     Transient, of all matrices of a rank: as :class:`mfsdp.optim.Muon` does it. The memory for the iteration is
-    that of the largest matrix, used again for each, and in the next step; beside it there is the update, and a
-    copy of it in 16 bits. With ``batched=True`` read batch for matrix: of matrices of one shape, up to
-    transposition.
+    that of the largest matrix, used again for each, and freed when all are stepped; beside it there is the
+    update, and a copy in 16 bits of one that is tall, to be transposed. With ``batched=True`` read batch for
+    matrix: of matrices of one shape, up to transposition.
 
     Args:
         ns_steps: Newton-Schulz iterations of a step.
@@ -234,13 +234,14 @@ class MuonCost(CostModel):
         return rows * columns * (itemsize + 2 * 2) + 2 * 2 * min(rows, columns) ** 2
 
     def rank_transient(self, matrices: Sequence[Stepped]) -> int:
-        updates = iterates = squares = 0
+        updates = tall_copies = iterates = squares = 0
         for batch in _batches(matrices, self.batch_elements):
-            # one update at a time, and its copy in bf16: each is read before the next one is made
-            updates = max(updates, max(matrix.numel * (matrix.itemsize + 2) for matrix in batch))
+            # one update at a time: each is read before the next one is made
+            updates = max(updates, max(matrix.numel * matrix.itemsize for matrix in batch))
+            tall_copies = max([tall_copies, *(matrix.numel for matrix in batch if matrix.rows > matrix.columns)])
             iterates = max(iterates, sum(matrix.numel for matrix in batch))
             squares = max(squares, sum(matrix.count * min(matrix.rows, matrix.columns) ** 2 for matrix in batch))
-        return updates + 2 * 2 * iterates + 2 * 2 * squares
+        return updates + 2 * (tall_copies + 2 * iterates + 2 * squares)
 
 
 def _batches(matrices: Sequence[Stepped], most: int) -> Iterator[list[Stepped]]:
