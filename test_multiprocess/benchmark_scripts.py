@@ -1,21 +1,46 @@
 """Running the benchmark scripts in tests."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "examples" / "benchmark"
+TINY = ("--width", "32", "--layers", "1", "--context", "8")
+
+
+def start(script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A script that runs, without a GPU."""
+    return subprocess.Popen(
+        [sys.executable, str(BENCHMARK / script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
 
 
 def run(script: str, *arguments: str) -> str:
     """What a script prints, run without a GPU."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARK / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with start(script, *arguments) as process:
+        try:
+            printed, errors = process.communicate(timeout=100)
+        finally:
+            process.terminate()  # if it has not ended, so that it takes its ranks with it
+    assert process.returncode == 0, errors
+    return printed
+
+
+def report(script: str, folder: Path, *arguments: str, plot: bool = False) -> tuple[str, list[dict[str, Any]]]:
+    """What a script prints, and the tables of its JSON file; the files are checked to be there and to agree."""
+    stem = folder / "result"
+    printed = run(script, "--output", str(stem), *([] if plot else ["--no-plot"]), *arguments)
+    written = json.loads(stem.with_suffix(".json").read_text())
+    assert stem.with_suffix(".md").read_text() == printed
+    for line in ("- measured: ", "- machine: ", "- versions: Python ", "- limits: "):
+        assert f"\n{line}" in printed, printed
+    assert all(any("noise" in note for note in table["notes"]) for table in written["tables"]), printed
+    assert stem.with_suffix(".png").exists() == plot
+    return printed, written["tables"]

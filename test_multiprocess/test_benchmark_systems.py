@@ -1,18 +1,14 @@
 """The systems that the benchmarks compare give the same parameters, so that only their cost differs."""
 
 import copy
-import json
-import re
 import sys
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from test_multiprocess.benchmark_scripts import BENCHMARK, run
+from test_multiprocess.benchmark_scripts import BENCHMARK
 from test_multiprocess.world import on_ranks
 
 
@@ -61,47 +57,3 @@ def test_more_ranks_give_the_same_up_to_the_order_of_sums(mesh: DeviceMesh, worl
             update = value - before[name]
             tolerance = 0.2 if system == "stock" else 0.03
             assert (after[name] - value).norm() <= tolerance * update.norm(), f"{system}: {name}"
-
-
-def measured(script: str, json_file: Path, *arguments: str) -> tuple[str, Any]:
-    """What a script prints, and the numbers that it writes."""
-    small = ("--width", "32", "--layers", "1", "--context", "8", "--json", str(json_file))
-    return run(script, *small, *arguments), json.loads(json_file.read_text())
-
-
-def test_every_system_is_measured(tmp_path: Path) -> None:
-    text, numbers = measured("training_step.py", tmp_path / "out.json", "--ranks", "2", "--rounds", "2")
-    assert text.startswith("GPT of 1 blocks, width 32, 2 x 8 tokens a rank, 2 ranks, loopback, 2 rounds, torch ")
-    rows = {row["system"]: row for row in numbers["rows"]}
-    assert list(rows) == ["mfsdp", "stock", "gather-once", "all-to-all", "zero1-owner", "ddp", "adamw", "(again)"]
-    assert all(len(re.findall(rf"^\| {re.escape(name)} \|", text, re.M)) == 1 for name in rows)
-    silent = {name for name, row in rows.items() if row["collectives"] == 0 and row["counted_bytes"] == 0}
-    assert silent == {"mfsdp", "ddp", "adamw", "(again)"}
-    # six matrices of 32 x 32 elements (one up, one down of four times that), rows of half of them on each rank
-    elements = (4 + 4 + 4) * 32 * 32
-    assert rows["gather-once"]["counted_bytes"] == elements // 2 * 4
-    # bfloat16; half of its rows go away, and so do half of those that it works on for others
-    assert rows["all-to-all"]["counted_bytes"] == elements // 2 * 2 * 2
-    assert rows["zero1-owner"]["counted_bytes"] == elements * 4
-
-
-def test_memory_is_measured_beside_its_prediction(tmp_path: Path) -> None:
-    systems = ("--systems", "mfsdp", "stock", "ddp")
-    text, numbers = measured("memory.py", tmp_path / "out.json", "--ranks", "2", *systems, "--predict", "qwen3-14b")
-    assert re.search(r"^\| qwen3-14b, zero1-owner \| 56\.85 GiB \| 57\.78 GiB \|$", text, re.M), text
-    rows = numbers["2"]
-    assert list(rows) == ["mfsdp", "stock", "ddp"]
-    # the planner's picture of FSDP2 lacks the tokens and AdamW's step counters
-    assert 0 < rows["stock"]["resident"] - rows["stock"]["predicted"][0] < 512
-    assert rows["stock"]["resident"] < rows["ddp"]["resident"]
-
-
-def test_scaling_is_measured_and_simulated(tmp_path: Path) -> None:
-    arguments = ("--ranks", "1", "2", "--rounds", "1", "--model", "llama3-8b", "--simulate", "64", "1024")
-    text, numbers = measured("scaling.py", tmp_path / "out.json", *arguments)
-    assert [row["ranks"] for row in numbers["measured"]] == [1, 2]
-    few, many = numbers["simulated"]
-    assert few["step"] >= few["bound"]
-    # fewer matrices than ranks: the largest one's step, and some elements of embeddings
-    assert many["bound"] <= many["step"] < 1.02 * many["bound"]
-    assert re.search(r"^\| 1,024 \| 224 \| 800 \|", text, re.M), text

@@ -21,6 +21,13 @@ def counted(call: Callable[[], object]) -> dict[str, tuple[int, int]]:
     return {kind: (tally.calls, tally.bytes) for kind, tally in comm.by_kind.items()}
 
 
+def received(call: Callable[[], object]) -> int:
+    """Bytes of the output buffers of one call."""
+    with CommCounter() as comm:
+        call()
+    return comm.received
+
+
 def six() -> torch.Tensor:
     return torch.ones(6)
 
@@ -67,6 +74,22 @@ def test_point_to_point() -> None:
 
     sent, received = (BYTES, 12) if rank == 0 else (12, BYTES)
     assert counted(exchange) == {"send": (1, sent), "recv": (1, received)}
+
+
+@on_ranks(2)
+def test_bytes_received_are_those_of_the_outputs() -> None:
+    rank, x, half, group = dist.get_rank(), six(), torch.ones(3), dist.group.WORLD
+    assert received(lambda: dist.all_reduce(six())) == BYTES
+    assert received(lambda: dist.broadcast(six(), src=0)) == BYTES
+    assert received(lambda: dist.all_gather([six(), six()], x)) == 2 * BYTES
+    assert received(lambda: dist.all_gather_into_tensor(torch.empty(12), x)) == 2 * BYTES
+    assert received(lambda: dist.reduce_scatter_tensor(half, x)) == BYTES // 2
+    assert received(lambda: dist.all_to_all_single(six(), x)) == BYTES
+    assert received(lambda: dist.gather(x, [six(), six()] if rank == 0 else None, dst=0)) == 2 * BYTES * (rank == 0)
+    assert received(lambda: dist.barrier()) == 0
+    assert received(lambda: dist.send(six(), dst=1) if rank == 0 else dist.recv(six(), src=0)) == BYTES * rank
+    assert received(lambda: funcol.wait_tensor(funcol.all_gather_tensor(x, 0, group))) == 2 * BYTES
+    assert received(lambda: funcol.wait_tensor(funcol.reduce_scatter_tensor(x, "sum", 0, group))) == BYTES // 2
 
 
 @on_ranks(2)

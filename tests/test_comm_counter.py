@@ -22,7 +22,7 @@ def unheard_of() -> Iterator[torch._ops.OpOverload]:
 def test_an_unknown_collective_is_counted_under_its_own_name(unheard_of: torch._ops.OpOverload) -> None:
     with CommCounter() as comm:
         unheard_of([torch.ones(3), torch.ones(2, dtype=torch.float64)], torch.ones(7))
-    assert comm.by_kind == {"teleport": CommTally(calls=1, bytes=12 + 16)}
+    assert comm.by_kind == {"teleport": CommTally(calls=1, bytes=12 + 16, received=28)}
 
 
 def test_counts_add_up_over_entries_until_reset(unheard_of: torch._ops.OpOverload) -> None:

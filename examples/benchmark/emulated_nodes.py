@@ -6,21 +6,30 @@ rate, and nothing else; so processes in different nodes are as far apart as host
 
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 INTERFACE = "eth0"
 
 
+class NodesUnavailable(RuntimeError):
+    """Nodes cannot be emulated here; the message says what is missing."""
+
+
 def unavailable() -> str | None:
     """Why nodes cannot be emulated here; None if they can."""
+    if sys.platform != "linux":
+        return f"emulated nodes need Linux, for network namespaces; this is {sys.platform}."
     if os.geteuid() != 0:
-        return "emulated nodes need root, for network namespaces"
+        return "emulated nodes need root, for network namespaces."
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if missing:
-        return f"emulated nodes need {' and '.join(missing)} (package iproute2)"
+        return f"emulated nodes need {' and '.join(missing)} (package iproute2)."
     return None
 
 
@@ -32,13 +41,13 @@ class EmulatedNodes:
         rate: egress of each, as ``tc`` writes it: ``"1gbit"``, ``"200mbit"``.
 
     Raises:
-        RuntimeError: they cannot be made here.
+        NodesUnavailable: they cannot be made here.
     """
 
     def __init__(self, number: int, rate: str) -> None:
         reason = unavailable()
         if reason:
-            raise RuntimeError(reason)
+            raise NodesUnavailable(reason)
         self._rate = rate
         self._tag = f"mf{os.getpid() % 100_000}"  # interfaces have names of at most 15 characters
         self._names = [f"{self._tag}n{node}" for node in range(number)]
@@ -81,14 +90,25 @@ class EmulatedNodes:
         _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *limit)
 
     def _remove(self) -> None:
-        for name in self._names:
-            # a namespace, and with it its end of the link, outlives its name while it has closing sockets
-            subprocess.run(["ip", "link", "del", f"{name}p"], check=False, capture_output=True)
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "del", self._tag], check=False, capture_output=True)
+        with _undisturbed():
+            for name in self._names:
+                # a namespace, and with it its end of the link, outlives its name while it has closing sockets
+                subprocess.run(["ip", "link", "del", f"{name}p"], check=False, capture_output=True)
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            subprocess.run(["ip", "link", "del", self._tag], check=False, capture_output=True)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C, and being told to end, wait until the block is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(*command: str) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise NodesUnavailable(f"emulated nodes cannot be made here: {' '.join(command)}: {done.stderr.strip()}")

@@ -1,67 +1,65 @@
 """Memory of every way to train with Muon on several ranks, measured, and as the planner predicts it.
 
     python examples/benchmark/memory.py --ranks 2 4 8
-    python examples/benchmark/memory.py --predict qwen3-14b qwen3-32b
 
-Each system trains the same GPT alone in its processes. *Resident* are the storages of all tensors after a step, before
-gradients are dropped; the peaks are what the CPU allocator had handed out at most during the optimizer step, and during
-forward and backward, with what was resident before. The rank with most counts. The planner predicts resident bytes and
-the peak in the step; what a model computes in forward and backward it does not know.
+All systems train the same GPT, one after the other in the same processes. *Resident* are the storages of all tensors
+after a step, before gradients are dropped. The peaks are what the CPU allocator had handed out at most during the
+optimizer step, and during forward and backward, with what was resident before. The rank with most counts. Bytes are
+exact, and the same in each run. The planner predicts resident bytes and the peak in the step; what a model computes in
+forward and backward it does not know.
 """
 
 import argparse
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from allocations import peak_memory, resident_memory
-from launching import is_rank, launch, write_results
+from chart import SUFFIX, Bars
+from comparison import OURS
+from launching import is_rank, launch, world, write_results
+from report import Column, Report, Table, add_output_arguments, factor
 from systems import SYSTEMS, add_model_arguments, model_of
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
-from mfsdp.planning import CostModel, MuonCost, Precision, plan_specs
-from mfsdp.planning.catalogue import catalogue_specs
+from mfsdp.planning import CostModel, MuonCost, Precision, Role, plan_specs
+from mfsdp.planning.catalogue import catalogue_specs, model_names
 from mfsdp.planning.comparison import compare
 
 PREDICTED = {"mfsdp": "mfsdp", "stock": "zero3", "gather-once": "gather-once", "zero1-owner": "zero1-owner"}
 """System -> what the planner calls it."""
+AGAIN = OURS + SUFFIX
 
 
 def work(args: argparse.Namespace) -> None:
-    """One rank, with one system."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    """One rank."""
+    with world() as mesh:
+        write_results({name: bytes_of(name, args, mesh) for name in [*args.systems, AGAIN]})
+
+
+def bytes_of(system: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, int]:
+    """Train a little by one system; the bytes of this rank."""
     before = resident_memory()
-    setup = SYSTEMS[args.system](model_of(args), mesh)
+    setup = SYSTEMS[system.removesuffix(SUFFIX)](model_of(args), mesh)
     tokens = torch.randint(256, (args.batch, args.context + 1))
 
     def compute() -> None:
         setup.model(tokens[:, :-1], tokens[:, 1:]).backward()
 
-    def step() -> None:
+    def each(action: Callable[[torch.optim.Optimizer], object]) -> None:
         for optimizer in setup.optimizers:
-            optimizer.step()
-
-    def drop() -> None:
-        for optimizer in setup.optimizers:
-            optimizer.zero_grad()
+            action(optimizer)
 
     for _ in range(2):  # after two steps all state and all buffers are there
-        drop()
+        each(lambda optimizer: optimizer.zero_grad())
         compute()
-        step()
+        each(lambda optimizer: optimizer.step())
     resident = resident_memory() - before
-    stepping = peak_memory(step)
-    drop()
+    stepping = peak_memory(lambda: each(lambda optimizer: optimizer.step()))
+    each(lambda optimizer: optimizer.zero_grad())
     kept = resident_memory() - before
-    computing = peak_memory(compute)
-    write_results({"resident": resident, "step": resident + stepping, "compute": kept + computing})
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"resident": resident, "step": resident + stepping, "compute": kept + peak_memory(compute)}
 
 
 def predicted(plan: mfsdp.ShardPlan, cost_model: CostModel) -> dict[str, tuple[int, int]]:
@@ -70,80 +68,133 @@ def predicted(plan: mfsdp.ShardPlan, cost_model: CostModel) -> dict[str, tuple[i
     return {system: (schemes[name].resident_bytes, schemes[name].peak_bytes) for system, name in PREDICTED.items()}
 
 
-def measure(args: argparse.Namespace, ranks: int) -> dict[str, dict[str, Any]]:
-    """System -> its bytes, measured and predicted."""
+def measure(args: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
+    """A row for each system, measured and predicted."""
     cost_model = MuonCost()
-    expected = predicted(mfsdp.plan(model_of(args), ranks, cost_model=cost_model), cost_model)
-    rows: dict[str, dict[str, Any]] = {}
-    for system in args.systems:
-        by_rank = launch(ranks, arguments=["--system", system])
-        rows[system] = {key: max(rank[key] for rank in by_rank) for key in by_rank[0]}
-        rows[system]["predicted"] = expected.get(system)
+    model = model_of(args)
+    expected = predicted(mfsdp.plan(model, ranks, cost_model=cost_model), cost_model)
+    expected["ddp"] = predicted(mfsdp.plan(model, 1, cost_model=cost_model), cost_model)["mfsdp"]
+    by_rank = launch(ranks)
+    rows = []
+    for system in by_rank[0]:
+        row: dict[str, Any] = {"system": system}
+        row |= {key: max(rank[system][key] for rank in by_rank) for key in ("resident", "step", "compute")}
+        if system in expected:
+            for key, value in zip(("resident", "step"), expected[system], strict=True):
+                row |= {f"{key}_predicted": value, f"{key}_off": value / row[key] - 1}
+        rows.append(row)
+    ours = next(row for row in rows if row["system"] == OURS)
+    for row in rows:
+        row["step_ratio"] = row["step"] / ours["step"]
     return rows
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    lines = ["| | resident | predicted | peak in the step | predicted | peak in forward and backward |"]
-    lines.append("|---|---:|---:|---:|---:|---:|")
-    for system, row in rows.items():
-        resident, peak = (against(row, index) for index in range(2))
-        lines.append(
-            f"| {system} | {mib(row['resident'])} | {resident} | {mib(row['step'])} | {peak} | {mib(row['compute'])} |"
-        )
-    return "\n".join(lines)
-
-
-def against(row: dict[str, Any], index: int) -> str:
-    """What was predicted, and its difference from what was measured."""
-    if row["predicted"] is None:
-        return ""
-    value, measured = row["predicted"][index], row[("resident", "step")[index]]
-    return f"{mib(value)} ({value / measured - 1:+.1%})"
-
-
-def mib(nbytes: int) -> str:
+def mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-def predictions(models: list[str], ranks: int) -> str:
-    """Of models of the catalogue, parameters and gradients in bf16 with an fp32 master copy, as Markdown."""
+def gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB"
+
+
+COLUMNS = (
+    Column("system", ""),
+    Column("resident", "resident", mib),
+    Column("resident_predicted", "predicted", mib),
+    Column("resident_off", "off by", "{:+.1%}".format),
+    Column("step", "peak in the step", mib),
+    Column("step_ratio", "over mfsdp", factor),
+    Column("step_predicted", "predicted", mib),
+    Column("step_off", "off by", "{:+.1%}".format),
+    Column("compute", "peak in forward and backward", mib),
+)
+
+
+def notes_of(args: argparse.Namespace, ranks: int, rows: list[dict[str, Any]]) -> list[str]:
+    """What the numbers of the model are, and why a prediction is off."""
+    specs = [entry.spec for entry in mfsdp.plan(model_of(args), ranks).entries.values()]
+    whole = sum(spec.numel for spec in specs) * 4
+    gathered = sum(spec.numel for spec in specs if spec.role is Role.MATRIX) * 4
+    found = [f"the model's parameters take {mib(whole)} in all, its matrices {mib(gathered)} of them."]
+    by_name = {row["system"]: row for row in rows}
+    if "gather-once" in by_name:
+        row = by_name["gather-once"]
+        off = (row["step_predicted"] + gathered) / row["step"] - 1
+        found.append(
+            f"gather-once: gloo receives a gather into a buffer of its own, {mib(gathered)}, and copies from there, "
+            f"which the prediction, made for NCCL, leaves out; with it the prediction is off by {off:+.1%}. Without "
+            f"that buffer the peak would be {(row['step'] - gathered) / by_name[OURS]['step']:.2f} times mfsdp's."
+        )
+    same = all(by_name[OURS][key] == by_name[AGAIN][key] for key in ("resident", "step", "compute"))
+    differ = max(abs(by_name[AGAIN][key] / by_name[OURS][key] - 1) for key in ("resident", "step", "compute"))
+    found.append(f"noise: two runs of mfsdp {'take the same bytes' if same else f'differ by up to {differ:.2%}'}.")
+    return found
+
+
+def measured_table(args: argparse.Namespace, ranks: int) -> Table:
+    rows = measure(args, ranks)
+    charts = [
+        Bars(
+            f"{what}, {ranks} ranks",
+            "MiB, of the rank with most",
+            {row["system"]: row[key] / 2**20 for row in rows},
+            predicted={row["system"]: row[f"{key}_predicted"] / 2**20 for row in rows if f"{key}_predicted" in row},
+        )
+        for what, key in (("resident", "resident"), ("peak in the step", "step"))
+    ]
+    return Table(f"{ranks} ranks", COLUMNS, rows, notes_of(args, ranks, rows), charts)
+
+
+def predictions(models: list[str], ranks: int) -> Table:
+    """Of models of the catalogue, parameters and gradients in bf16 with an fp32 master copy."""
     cost_model = MuonCost(precision=Precision(master=torch.float32))
-    lines = [f"| on {ranks} ranks | resident | peak in the step |", "|---|---:|---:|"]
+    rows: list[dict[str, Any]] = []
+    charts = []
     for name in models:
         plan = plan_specs(catalogue_specs(name, torch.bfloat16), ranks, cost_model=cost_model)
-        for system, (resident, peak) in predicted(plan, cost_model).items():
-            lines.append(f"| {name}, {system} | {resident / 2**30:.2f} GiB | {peak / 2**30:.2f} GiB |")
-    return "\n".join(lines)
-
-
-def report(args: argparse.Namespace) -> None:
-    results = {}
-    for ranks in args.ranks:
-        results[ranks] = measure(args, ranks)
-        print(
-            f"GPT of {args.layers} blocks, width {args.width}, {args.batch} x {args.context} tokens a rank, "
-            f"{ranks} ranks, torch {torch.__version__}\n\n{table(results[ranks])}\n"
-        )
-    if args.predict:
-        print(f"Predictions, parameters and gradients in bf16, fp32 master copy\n\n{predictions(args.predict, 64)}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        found = predicted(plan, cost_model)
+        for system, (resident, peak) in found.items():
+            ratio = peak / found[OURS][1]
+            rows.append({"model": name, "system": system, "resident": resident, "step": peak, "step_ratio": ratio})
+        title = f"{name} on {ranks} ranks, predicted peak in the step"
+        charts.append(Bars(title, "GiB of a rank", {system: peak / 2**30 for system, (_, peak) in found.items()}))
+    columns = [
+        Column("model", "model"),
+        Column("system", "system"),
+        Column("resident", "resident", gib),
+        Column("step", "peak in the step", gib),
+        Column("step_ratio", "over mfsdp", factor),
+    ]
+    notes = ["by the planner alone: bf16 parameters and gradients, fp32 master copies and momentum; so no noise."]
+    return Table(f"Predicted on {ranks} ranks", columns, rows, notes, charts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
-    parser.add_argument("--predict", nargs="*", default=["qwen3-14b", "qwen3-32b"], help="models of the catalogue")
+    models = ["qwen3-14b", "qwen3-32b"]
+    parser.add_argument("--predict", nargs="*", choices=model_names(), default=models, help="of the catalogue")
     add_model_arguments(parser)
+    parser.set_defaults(width=256, layers=24, batch=2, context=32)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    parser.add_argument("--json", type=Path, help="write the bytes to this file")
-    parser.add_argument("--system", help=argparse.SUPPRESS)  # of a rank
+    add_output_arguments(parser)
     args = parser.parse_args()
     if is_rank():
         work(args)
-    else:
-        report(args)
+        return
+    shape = (
+        f"GPT of {args.layers} blocks, width {args.width}, fp32, {args.batch} x {args.context} tokens a rank, "
+        f"the third training step; bytes are exact, and have no spread"
+    )
+    limits = (
+        "Only what torch's allocator hands out is counted, not sockets' buffers or kernels' scratch memory. DDP keeps "
+        "its gradients as views of its buckets; without that it needs another copy of them."
+    )
+    report = Report(args, "Memory of a rank", shape, limits)
+    for ranks in args.ranks:
+        report.add(measured_table(args, ranks))
+    if args.predict:
+        report.add(predictions(args.predict, 64))
 
 
 if __name__ == "__main__":

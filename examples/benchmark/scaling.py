@@ -1,28 +1,26 @@
-"""How mfsdp scales: measured on 1 to 8 ranks here, and from the cost model on 64 to 1,024 ranks of a cluster.
+"""How the costs of mfsdp scale: measured on 1 to 8 ranks here, and from the cost model on 64 to 1,024 of a cluster.
 
     python examples/benchmark/scaling.py --ranks 1 2 4 8
-    python examples/benchmark/scaling.py --model llama3-8b --simulate 64 128 256 512 1024
+    python examples/benchmark/scaling.py --ranks --model llama3-8b gpt2-124m --simulate 64 128 256 512 1024
 
 Measured are the optimizer step, the gather of all units one after the other, the reduction of all gradients (backward
-with it less backward without), and planning; medians of the slowest rank, with ranks that share the cores of one
-machine. Simulated are the busiest rank's step and the time that a rank's link needs for all gathers and reductions of
-one training step, from the plan alone: ``--tflops`` a rank of Newton-Schulz and ``--gbytes`` per second of network are
-an A100 cluster's by default. With fewer matrices than ranks the step cannot become shorter than the largest matrix's.
+with it less backward without), and planning; times of the slowest rank. Simulated are the busiest rank's step and the
+time that a rank's link needs for all gathers and reductions of one training step, from the plan alone: ``--tflops`` a
+rank of Newton-Schulz and ``--gbytes`` per second of network are an A100 cluster's by default. With fewer matrices than
+ranks the step cannot become shorter than the largest matrix's.
 """
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from launching import is_rank, launch, slowest, write_results
-from systems import SYSTEMS, add_model_arguments, model_of
-from torch.distributed.device_mesh import init_device_mesh
+from chart import Lines
+from launching import is_rank, launch, slowest, world, write_results
+from report import Column, Report, Table, add_output_arguments
+from systems import SYSTEMS, add_model_arguments, model_of, shape_of
+from timing import milliseconds, noise, own_time
 from torch.distributed.fsdp import FSDPModule
 
 import mfsdp
@@ -30,78 +28,79 @@ from mfsdp.planning import MuonCost, Role, plan_specs
 from mfsdp.planning.catalogue import catalogue_specs, model_names
 from mfsdp.planning.traffic import unit_traffic
 
-
-def seconds(action: Callable[[], object]) -> float:
-    """Time of an action that all ranks start together."""
-    dist.barrier()
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+ACTIVITIES = {
+    "step": "optimizer step",
+    "gather": "gather of all units",
+    "reduce": "reduction of all gradients",
+    "plan": "planning",
+}
+AGAIN = "step again"
 
 
 def work(args: argparse.Namespace) -> None:
     """One rank."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    planned = model_of(args)
-    planning = [seconds(lambda: mfsdp.plan(planned, mesh, cost_model=MuonCost())) for _ in range(args.rounds)]
-    setup = SYSTEMS["mfsdp"](model_of(args), mesh)
-    model = setup.model
-    assert isinstance(model, FSDPModule)
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    tokens = torch.randint(256, (args.batch, args.context + 1))
+    with world() as mesh:
+        planned = model_of(args)
+        found: dict[str, list[float]] = {name: [] for name in (*ACTIVITIES, AGAIN)}
+        found["plan"] = [own_time(lambda: mfsdp.plan(planned, mesh, cost_model=MuonCost())) for _ in range(args.rounds)]
+        setup = SYSTEMS["mfsdp"](model_of(args), mesh)
+        model = setup.model
+        assert isinstance(model, FSDPModule)
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        tokens = torch.randint(256, (args.batch, args.context + 1))
 
-    def gather() -> None:
-        for unit in units:
-            unit.unshard()
-            unit.reshard()
+        def gather() -> None:
+            for unit in units:
+                unit.unshard()
+                unit.reshard()
 
-    def backward(synchronised: bool) -> float:
-        model.set_requires_gradient_sync(synchronised)
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        return seconds(loss.backward)
+        def backward(synchronised: bool) -> float:
+            model.set_requires_gradient_sync(synchronised)
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            return own_time(loss.backward)
 
-    def step() -> None:
-        for optimizer in setup.optimizers:
-            optimizer.step()
+        def step() -> None:
+            for optimizer in setup.optimizers:
+                optimizer.step()
 
-    found: dict[str, list[float]] = {"step": [], "gather": [], "reduce": [], "plan": planning}
-    for number in range(args.rounds + 1):  # the first is a warm-up
-        alone = backward(synchronised=False)
-        together = backward(synchronised=True)
-        times = {"step": seconds(step), "gather": seconds(gather), "reduce": together - alone}
-        for optimizer in setup.optimizers:
-            optimizer.zero_grad()
-        if number:
-            for name, elapsed in times.items():
-                found[name].append(elapsed)
-    write_results(found)
-    dist.barrier()
-    dist.destroy_process_group()
+        for number in range(args.rounds + 1):  # the first is a warm-up
+            alone = backward(synchronised=False)
+            reduction = backward(synchronised=True) - alone
+            times = {"step": own_time(step), "gather": own_time(gather), "reduce": reduction, AGAIN: own_time(step)}
+            for optimizer in setup.optimizers:
+                optimizer.zero_grad()
+            if number:
+                for name, elapsed in times.items():
+                    found[name].append(elapsed)
+        write_results(found)
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+def measured(args: argparse.Namespace) -> Table:
+    rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
         by_rank = launch(ranks)
-        row: dict[str, Any] = {"ranks": ranks}
-        for name in by_rank[0]:
-            row[name] = statistics.median(slowest(rank[name] for rank in by_rank))
-        rows.append(row)
-    return rows
+        rows.append({"ranks": ranks, **{name: slowest(rank[name] for rank in by_rank) for name in by_rank[0]}})
+    columns = [Column("ranks", "ranks"), *(Column(key, name, milliseconds) for key, name in ACTIVITIES.items())]
+    notes = [f"{row['ranks']} ranks, {noise('the step', row['step'], row[AGAIN])}" for row in rows]
+    notes.append("the reduction is a difference of two times, and as noisy as both; below 0 it is lost in the noise.")
+    series = {name: [statistics.median(row[key]) * 1e3 for row in rows] for key, name in ACTIVITIES.items()}
+    chart = Lines("measured on one machine", "milliseconds", "ranks", args.ranks, series, log_axis=True)
+    return Table("Measured, loopback", columns, rows, notes, [chart])
 
 
-def simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
-    specs = catalogue_specs(args.model, torch.bfloat16)
+def simulated(args: argparse.Namespace, name: str) -> Table:
+    """One model of the catalogue on many ranks."""
+    specs = catalogue_specs(name, torch.bfloat16)
     cost_model = MuonCost()
     matrices = [spec for spec in specs if spec.role is Role.MATRIX]
     largest = max(cost_model.step_flops(spec) for spec in matrices)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for ranks in args.simulate:
-        start = time.process_time()
-        plan = plan_specs(specs, ranks, cost_model=cost_model)
-        planning = time.process_time() - start
+        planning = []
+        for _ in range(2):
+            start = time.process_time()
+            plan = plan_specs(specs, ranks, cost_model=cost_model)
+            planning.append(time.process_time() - start)
         flops = [load.step_flops for load in plan.loads()]
         moved = sum(2 * unit.gather_bytes + unit.reduce_bytes for unit in unit_traffic(plan))
         rows.append(
@@ -113,57 +112,62 @@ def simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "bound": max(sum(flops) / ranks, largest) / args.tflops / 1e12,
                 "one_rank": sum(flops) / args.tflops / 1e12,
                 "network": moved * (ranks - 1) / ranks / args.gbytes / 1e9,
-                "plan": planning,
+                "plan": min(planning),
+                "plan_noise": max(planning) / min(planning) - 1,
             }
         )
-    return rows
+    title = f"{name}, simulated: {args.tflops:g} TFLOP/s and {args.gbytes:g} GB/s a rank"
+    noisiest = max(row["plan_noise"] for row in rows)
+    notes = [
+        "from the plan alone, parameters and gradients in bf16; no plan can be below the bound, which is the mean of "
+        "all ranks or the largest matrix; the network is what a rank's link receives in a training step.",
+        f"noise: none but in the CPU time of planning, of which two runs differ by up to {noisiest:.0%}.",
+    ]
+    series = {key: [row[key] * 1e3 for row in rows] for key in ("step", "bound", "one_rank")}
+    series = {{"one_rank": "every rank steps all"}.get(key, key): values for key, values in series.items()}
+    chart = Lines(f"{name}, simulated step", "milliseconds", "ranks", args.simulate, series, True, True)
+    return Table(title, SIMULATED, rows, notes, [chart])
 
 
-def tables(args: argparse.Namespace, measured: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> str:
-    lines = []
-    if measured:
-        lines.append(f"GPT of {args.layers} blocks, width {args.width}, torch {torch.__version__}, one thread a rank\n")
-        lines.append("| ranks | optimizer step | gather of all units | reduction of all gradients | planning |")
-        lines.append("|---:|---:|---:|---:|---:|")
-        lines += [
-            f"| {row['ranks']} | {row['step'] * 1e3:.0f} ms | {row['gather'] * 1e3:.0f} ms "
-            f"| {row['reduce'] * 1e3:.0f} ms | {row['plan'] * 1e3:.1f} ms |"
-            for row in measured
-        ]
-        lines.append("")
-    if simulated:
-        lines.append(
-            f"{args.model}, {args.tflops:g} TFLOP/s and {args.gbytes:g} GB/s a rank, parameters and gradients in bf16\n"
-        )
-        lines.append("| ranks | matrices | idle ranks | step | no plan below | one rank alone | network | planning |")
-        lines.append("|---:|---:|---:|---:|---:|---:|---:|---:|")
-        lines += [
-            f"| {row['ranks']:,} | {row['matrices']} | {row['idle']} | {row['step'] * 1e3:.2f} ms "
-            f"| {row['bound'] * 1e3:.2f} ms | {row['one_rank'] * 1e3:,.0f} ms | {row['network'] * 1e3:,.0f} ms "
-            f"| {row['plan'] * 1e3:.0f} ms |"
-            for row in simulated
-        ]
-    return "\n".join(lines)
+def _short(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
+
+
+SIMULATED = (
+    Column("ranks", "ranks", "{:,}".format),
+    Column("matrices", "matrices"),
+    Column("idle", "ranks without one"),
+    Column("step", "step", _short),
+    Column("bound", "bound", _short),
+    Column("one_rank", "every rank steps all", _short),
+    Column("network", "network", _short),
+    Column("plan", "planning, CPU", _short),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--simulate", type=int, nargs="*", default=[64, 128, 256, 512, 1024])
-    parser.add_argument("--model", choices=model_names(), default="llama3-8b")
+    parser.add_argument("--model", nargs="+", choices=model_names(), default=["llama3-8b", "gpt2-124m"])
     parser.add_argument("--tflops", type=float, default=200.0, help="Newton-Schulz of one rank, in 10^12 per second")
     parser.add_argument("--gbytes", type=float, default=25.0, help="network of one rank, in 10^9 bytes per second")
     add_model_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    add_output_arguments(parser)
     args = parser.parse_args()
     if is_rank():
         work(args)
         return
-    measured, simulated = measure(args), simulate(args)
-    print(tables(args, measured, simulated))
-    if args.json:
-        args.json.write_text(json.dumps({"measured": measured, "simulated": simulated}, indent=1))
+    limits = (
+        "The measured ranks share this machine's cores: work that is divided among them does not become faster with "
+        "more of them than cores, and gathers, which each rank makes, become slower."
+    )
+    report = Report(args, "Scaling of mfsdp", shape_of(args), limits)
+    if args.ranks:
+        report.add(measured(args))
+    for name in args.model if args.simulate else ():
+        report.add(simulated(args, name))
 
 
 if __name__ == "__main__":

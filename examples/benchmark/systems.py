@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from baselines import AllToAllMuon, GatherOnceMuon, zero1_owner_muon
 from gpt import GPT
-from setups import Setup, matrix_names, with_ddp, with_fsdp2, with_mfsdp
+from setups import Setup, matrix_names, with_fsdp2, with_mfsdp
 
 LR, OTHER_LR = 0.02, 3e-3
 
@@ -32,6 +32,14 @@ def model_of(args: argparse.Namespace) -> GPT:
     """The model of these sizes, the same on every rank."""
     torch.manual_seed(0)
     return GPT(args.width, args.layers, heads=8, context=args.context)
+
+
+def shape_of(args: argparse.Namespace) -> str:
+    """The model, the batch and the repeats, as a report states them."""
+    return (
+        f"GPT of {args.layers} blocks, width {args.width}, fp32, {args.batch} x {args.context} tokens a rank, "
+        f"{args.rounds} rounds after one to warm up; median of the slowest rank ± half of the quartiles' distance"
+    )
 
 
 MatrixOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -59,7 +67,9 @@ def _on_fsdp2(matrix_optimizer: MatrixOptimizer, model: GPT, mesh: DeviceMesh) -
 
 def _on_ddp(matrix_optimizer: MatrixOptimizer, model: GPT, mesh: DeviceMesh) -> Setup:
     chosen, others = _split(model, mesh)
-    return _setup(DistributedDataParallel(model), model, chosen, others, matrix_optimizer)
+    # gradients are views of what is reduced, rather than copies of it
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _setup(wrapped, model, chosen, others, matrix_optimizer)
 
 
 def _setup(
@@ -76,7 +86,7 @@ SYSTEMS: dict[str, Callable[[GPT, DeviceMesh], Setup]] = {
     "gather-once": lambda model, mesh: _on_fsdp2(lambda params: GatherOnceMuon(params, lr=LR), model, mesh),
     "all-to-all": lambda model, mesh: _on_fsdp2(lambda params: AllToAllMuon(params, lr=LR), model, mesh),
     "zero1-owner": lambda model, mesh: _on_ddp(lambda params: zero1_owner_muon(params, lr=LR), model, mesh),
-    "ddp": lambda model, mesh: with_ddp(model, mesh, example_options()),
+    "ddp": lambda model, mesh: _on_ddp(lambda params: torch.optim.Muon(params, lr=LR), model, mesh),
     "adamw": lambda model, mesh: with_fsdp2(model, mesh, example_options("adamw")),
 }
 """Name -> what makes a model ready; FSDP2 lies under stock, gather-once, all-to-all and adamw."""

@@ -58,10 +58,11 @@ def see_through(op: OpOverload, implementation: Callable[..., Any]) -> None:
 
 @dataclass
 class CommTally:
-    """How often this rank entered collectives of one kind, and the bytes that it handed to them."""
+    """How often this rank entered collectives of one kind, the bytes that it handed to them, and those it got back."""
 
     calls: int = 0
     bytes: int = 0
+    received: int = 0
 
 
 class CommCounter(TorchDispatchMode):
@@ -73,8 +74,8 @@ class CommCounter(TorchDispatchMode):
 
     Bytes are those of this rank's *input* buffers: ``numel * element_size`` of the tensors that the
     collective reads or, where it works in place (``all_reduce``, ``broadcast``, ``reduce``, ``send``,
-    ``recv``), of the tensors it is called with. Outputs are not added, and a ``barrier`` has no bytes. What
-    a backend makes of that on the wire is its own affair.
+    ``recv``), of the tensors it is called with. Bytes received are those of its *output* buffers, likewise; a
+    ``send`` has none. A ``barrier`` has no bytes. What a backend makes of that on the wire is its own affair.
 
     Not seen is only what does not pass the process group: methods called on a backend object
     (``group._get_backend(device)``), and a store.
@@ -105,6 +106,11 @@ class CommCounter(TorchDispatchMode):
         """Bytes of every kind."""
         return sum(tally.bytes for tally in self.by_kind.values())
 
+    @property
+    def received(self) -> int:
+        """Bytes received of every kind."""
+        return sum(tally.received for tally in self.by_kind.values())
+
     def reset(self) -> None:
         """Start again from zero."""
         self.by_kind.clear()
@@ -134,27 +140,38 @@ class CommCounter(TorchDispatchMode):
         if func in _MADE_OF_COLLECTIVES:
             with self:
                 return _MADE_OF_COLLECTIVES[func](*args, **kwargs)
+        result = func(*args, **kwargs)
         if isinstance(func, OpOverload) and func.namespace in _NAMESPACES:
-            self._count(func, args, kwargs)
-        return func(*args, **kwargs)
+            self._count(func, args, kwargs, result)
+        return result
 
-    def _count(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _count(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = op._schema.name.split("::")[1].removesuffix("_")
         if name in _NOT_COMMUNICATION:
             return
         if name == "batch_p2p_ops":
             directions, tensors = args[0], args[3]
             for direction, tensor in zip(directions, tensors, strict=True):
-                self._add(direction, _nbytes(tensor))
+                self._add(direction, _nbytes(tensor), 0 if direction == "isend" else _nbytes(tensor))
             return
         passed = {arg.name: value for arg, value in zip(op._schema.arguments, args, strict=False)} | kwargs
-        read = [value for arg, value in passed.items() if not arg.startswith("out")]
-        self._add(name, 0 if "barrier" in name else _nbytes(read))
+        written = [value for arg, value in passed.items() if arg.startswith("out")]
+        read = _nbytes([value for arg, value in passed.items() if not arg.startswith("out")])
+        if "barrier" in name:
+            read = 0
+        if "send" in name:
+            received = 0
+        elif written:
+            received = _nbytes(written)
+        else:  # eager ones write in place what they have no output for
+            received = read if op.namespace == "c10d" else _nbytes(result)
+        self._add(name, read, received)
 
-    def _add(self, name: str, nbytes: int) -> None:
+    def _add(self, name: str, nbytes: int, received: int) -> None:
         tally = self.by_kind.setdefault(_KINDS.get(name, name), CommTally())
         tally.calls += 1
         tally.bytes += nbytes
+        tally.received += received
 
 
 def _nbytes(value: Any) -> int:

@@ -4,7 +4,8 @@
   gathers each matrix gradient in turn and computes the whole update, keeping its rows.
 - ``zero1-owner``: parameters and gradients on all ranks; master copies and optimizer state with the owner,
   who sends the new parameters to all.
-- ``gather-once``: FSDP2; at the start of the step all matrix gradients are gathered, on all ranks.
+- ``gather-once``: FSDP2; at the start of the step all matrix gradients are gathered, on all ranks, from a buffer
+  that holds a rank's own rows.
 - ``mfsdp``: what the plan says.
 
 Bytes moved are those that the busiest rank receives in one optimizer step, at least: gathering ``n`` bytes
@@ -133,7 +134,8 @@ def compare(plan: ShardPlan, cost_model: CostModel) -> list[Scheme]:
         return nbytes * (ranks - 1) // ranks
 
     whole = max(totals.largest_gradient + totals.largest_transient, totals.elementwise_transient)
-    at_once = max(totals.gradients + totals.largest_transient, totals.elementwise_transient)
+    own_rows = totals.gradients // ranks
+    at_once = max(totals.gradients + max(own_rows, totals.largest_transient), totals.elementwise_transient)
     return [
         Scheme("zero3", totals.even, totals.even + whole, received(totals.gradients), totals.flops),
         Scheme("zero1-owner", zero1, zero1 + transient, received(totals.parameters), busiest),

@@ -1,5 +1,6 @@
 """FSDP2, matrices exchanged so that each rank orthogonalises some of them: the best that row shards allow."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,21 +69,19 @@ class AllToAllMuon(ShardedMuon):
             loads[worker[index]] += cost[index]
         return worker
 
-    def orthogonalized(self, updates: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    def orthogonalized(self, shapes: list[torch.Size]) -> Iterator[tuple[int, Tensor]]:
         by_shape: dict[torch.Size, list[int]] = {}
         for index, shape in enumerate(shapes):
             by_shape.setdefault(shape, []).append(index)
         # large shapes first: what is worked on last should leave little to send
         exchanges = [_Exchange(members, *shape) for shape, members in sorted(by_shape.items(), reverse=True)]
         for exchange in exchanges:
-            self._send_rows(exchange, updates)
+            self._send_rows(exchange)
         for exchange in exchanges:
             matrices = self._assemble(exchange, exchange.wait())
             self._send_back(exchange, self._orthogonal(matrices))
-        results: dict[int, Tensor] = {}
         for exchange in exchanges:
-            self._take_back(exchange, exchange.wait(), results)
-        return [results[index].view_as(update) for index, update in enumerate(updates)]
+            yield from self._take_back(exchange, exchange.wait())
 
     def _of(self, exchange: _Exchange, rank: int) -> list[int]:
         return [index for index in exchange.members if self._worker[index] == rank]
@@ -95,9 +94,9 @@ class AllToAllMuon(ShardedMuon):
         to = [len(self._of(exchange, rank)) * mine * exchange.width for rank in range(self.size)]
         return to, [own * height * exchange.width for height in heights]
 
-    def _send_rows(self, exchange: _Exchange, updates: list[Tensor]) -> None:
+    def _send_rows(self, exchange: _Exchange) -> None:
         order = [index for rank in range(self.size) for index in self._of(exchange, rank)]
-        message = torch.cat([updates[index].to(torch.bfloat16).flatten() for index in order])
+        message = torch.cat([self.update(index).to(torch.bfloat16).flatten() for index in order])
         to, back = self._lengths(exchange)
         exchange.start(message, to, back, self.group)
 
@@ -121,13 +120,8 @@ class AllToAllMuon(ShardedMuon):
         to, back = self._lengths(exchange)
         exchange.start(torch.cat(parts), back, to, self.group)
 
-    def _take_back(self, exchange: _Exchange, received: Tensor, results: dict[int, Tensor]) -> None:
+    def _take_back(self, exchange: _Exchange, received: Tensor) -> Iterator[tuple[int, Tensor]]:
         for rank, part in enumerate(received.split(self._lengths(exchange)[0])):
             members = self._of(exchange, rank)
             if members:
-                rows = (
-                    part.view(len(members), -1, exchange.width)
-                    if part.numel()
-                    else part.view(0).expand(len(members), 0)
-                )
-                results.update(zip(members, rows, strict=True))
+                yield from zip(members, part.view(len(members), part.numel() // len(members)), strict=True)

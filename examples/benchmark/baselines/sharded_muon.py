@@ -2,8 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -48,17 +47,18 @@ class ShardedMuon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updates = [self._update(param, group) for group in self.param_groups for param in group["params"]]
-        orthogonal = self.orthogonalized(updates, [param.shape for param in self._params])
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        for param, update, group in zip(self._params, orthogonal, groups, strict=True):
+        self._groups = [group for group in self.param_groups for _ in group["params"]]
+        for index, update in self.orthogonalized([param.shape for param in self._params]):
+            param, group = self._params[index], self._groups[index]
             local = param.to_local()  # type: ignore[attr-defined]
             height, width = param.shape
             local.mul_(1 - group["lr"] * group["weight_decay"])
-            local.add_(update, alpha=-group["lr"] * math.sqrt(max(1, height / width)))
+            local.add_(update.view_as(local), alpha=-group["lr"] * math.sqrt(max(1, height / width)))
         return loss
 
-    def _update(self, param: nn.Parameter, group: dict[str, Any]) -> Tensor:
+    def update(self, index: int) -> Tensor:
+        """This rank's rows of what is to be orthogonalised, of the parameter of this number; once in a step."""
+        param, group = self._params[index], self._groups[index]
         gradient = param.grad.to_local()  # type: ignore[union-attr, operator]
         state = self.state[param]
         if not state:
@@ -67,5 +67,5 @@ class ShardedMuon(Optimizer):
         return gradient.lerp(state["momentum_buffer"], group["momentum"])
 
     @abstractmethod
-    def orthogonalized(self, updates: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        """This rank's rows of the orthogonal factor of each matrix, of whose ``shapes`` it holds rows ``updates``."""
+    def orthogonalized(self, shapes: list[torch.Size]) -> Iterator[tuple[int, Tensor]]:
+        """Each matrix's number and this rank's rows of its orthogonal factor; the matrices have these ``shapes``."""

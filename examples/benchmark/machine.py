@@ -1,0 +1,68 @@
+"""Where and with what a benchmark runs."""
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a figure depends on beside the program.
+
+    Attributes:
+        processor: name of the CPU.
+        cores: that this process may use.
+        memory: bytes.
+        load: runnable processes in the minute before.
+        gpu: name of the GPU; None without one.
+        versions: name to version of Python and the packages.
+    """
+
+    processor: str
+    cores: int
+    memory: int
+    load: float
+    gpu: str | None
+    versions: dict[str, str]
+
+    @staticmethod
+    def here() -> "Machine":
+        return Machine(
+            _processor(),
+            len(os.sched_getaffinity(0)),
+            psutil.virtual_memory().total,
+            os.getloadavg()[0],
+            torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            {"Python": platform.python_version(), "torch": torch.__version__, "mfsdp": version("mfsdp") + _revision()},
+        )
+
+    def __str__(self) -> str:
+        gpu = f", {self.gpu}" if self.gpu else ""
+        return (
+            f"{self.processor}, {self.cores} cores, {self.memory / 2**30:.0f} GiB of memory{gpu}; "
+            f"load average at the start {self.load:.1f}"
+        )
+
+
+def _processor() -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _revision() -> str:
+    """The commit that the sources are of, where they are a git checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude", "*"]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+    except FileNotFoundError:  # no git
+        return ""
+    return f" ({done.stdout.strip()})" if done.returncode == 0 else ""

@@ -1,0 +1,53 @@
+"""Times of repeated work, in seconds: their middle, their spread, and what two runs of the same differ by."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def spread(times: Sequence[float]) -> float:
+    """Half of the distance between the quartiles, over the median; 0 for a single time."""
+    if len(times) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / 2 / middle
+
+
+def milliseconds(times: Sequence[float]) -> str:
+    """Median and spread, as a cell of a table."""
+    median = statistics.median(times) * 1e3
+    digits = 0 if median >= 100 else 1 if median >= 10 else 2 if median >= 1 else 3
+    return f"{median:,.{digits}f} ms ± {spread(times):.0%}"
+
+
+def ratio(times: Sequence[float], reference: Sequence[float]) -> float:
+    """Median of ``times`` over that of ``reference``."""
+    return statistics.median(times) / statistics.median(reference)
+
+
+def noise(what: str, times: Sequence[float], again: Sequence[float]) -> str:
+    """A note on what two runs of the same thing, in turns with everything else, differ by."""
+    return f"noise: two runs of {what} differ by {abs(ratio(again, times) - 1):.1%}."
+
+
+def slowest_rank(call: Callable[[], object]) -> float:
+    """Seconds of a call that all ranks start together, on the rank that takes longest; the same on every rank."""
+    taken = torch.tensor(own_time(call), dtype=torch.float64)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return taken.item()
+
+
+def own_time(call: Callable[[], object]) -> float:
+    """Seconds that a call takes on this rank, when all ranks start it together."""
+    dist.barrier()
+    return seconds(call)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
