@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ BENCHMARK = Path(__file__).resolve().parent.parent / "examples" / "benchmark"
 TINY = ("--width", "32", "--layers", "1", "--context", "8")
 
 
-def start(script: str, *arguments: str) -> subprocess.Popen[str]:
+def start(script: str, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """A script that runs, without a GPU."""
     return subprocess.Popen(
         [sys.executable, str(BENCHMARK / script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
     )
 
 

@@ -1,34 +1,43 @@
 """The benchmark scripts of the runtime run, and say what they measured."""
 
-import re
+from pathlib import Path
 
 import pytest
 
-from test_multiprocess.benchmark_scripts import run
-
-SMALL = ("--width", "32", "--layers", "2", "--context", "8", "--rounds", "1")
+from test_multiprocess.benchmark_scripts import TINY, report, run
 
 
 @pytest.mark.parametrize("model", ["gpt", "two-matrices"])
-def test_both_systems_are_measured(model: str) -> None:
-    table = run("runtime.py", "--ranks", "2", "--model", model, *SMALL)
-    number = r"[\d.]+"
-    assert re.fullmatch(
-        rf"{model}, width 32, 2 layers, 2 ranks, loopback\n"
-        rf" +ms / step +spread +peak MiB +peak RSS MiB +MiB sent / rank\n"
-        rf"fsdp2 +{number} +\d+% +{number} +{number} +{number}\n"
-        rf"mfsdp +{number} +\d+% +{number} +{number} +{number}\n"
-        rf"ratio +{number} +{number} +{number} +{number}\n"
-        rf"owned units: {number} MiB; a gather that pads segments would move {number}x that\n",
-        table,
-    ), table
+def test_both_systems_are_measured(model: str, tmp_path: Path) -> None:
+    text, (table,) = report("runtime.py", tmp_path, "--ranks", "2", "--model", model, "--rounds", "1", *TINY)
+    rows = table["rows"]
+    assert [row["system"] for row in rows] == ["fsdp2", "mfsdp", "mfsdp (again)"]
+    assert all(row["peak"] > 0 and row["sent"] > 0 and len(row["seconds"]) == 1 for row in rows)
+    assert all(row["rss"] > 0 for row in rows[:2])
+    assert "a gather that pads segments would move " in text
 
 
-def test_every_gather_is_timed_and_the_rule_marked() -> None:
-    table = run("gathers.py", "--ranks", "3", "--rounds", "1", "--kib", "16")
-    time = r"[\d.]+ \(\d+ %\)"
-    rows = re.findall(rf"^\| 16 KiB \| (.+?) \| {time} \* \| {time} \| {time} \| {time} \|$", table, re.M)
-    assert rows == ["one owner", "1/2, 1/4, 1/4", "all evenly"], table
+def test_every_gather_is_timed_and_the_rule_marked(tmp_path: Path) -> None:
+    _, (table,) = report("gathers.py", tmp_path, "--ranks", "3", "--rounds", "1", "--kib", "16")
+    assert [row["owners"] for row in table["rows"]] == ["one owner", "1/2, 1/4, 1/4", "all evenly"]
+    for row in table["rows"]:
+        assert list(row["times"]) == ["broadcast", "chain", "re-split", "all-gather"]
+        assert [name for name in row["times"] if row[name].endswith("*")] == ["broadcast"]
+
+
+def test_all_styles_are_measured(tmp_path: Path) -> None:
+    size = ("--heads", "2", "--rounds", "1", *TINY)
+    _, (table,) = report("graph.py", tmp_path, "--ranks", "2", "--backend", "aot_eager", *size)
+    assert [row["system"] for row in table["rows"]] == [
+        "fsdp2, blocks compiled",
+        "hooks, blocks compiled",
+        "graph, compiled",
+        "hooks, eager",
+        "graph, eager",
+        "graph, compiled (again)",
+    ]
+    assert table["rows"][2]["seconds_ratio"] == table["rows"][2]["peak_ratio"] == 1
+    assert all(row["peak"] > 0 for row in table["rows"])
 
 
 def test_without_a_gpu_the_gpu_check_says_so() -> None:

@@ -1,26 +1,19 @@
 """The planner's benchmark runs, so that it does not rot."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "benchmark" / "planner.py"
+from test_multiprocess.benchmark_scripts import report
 
 
-def output(*arguments: str) -> list[str]:
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+def test_times(tmp_path: Path) -> None:
+    text, (table,) = report("planner.py", tmp_path, "time", "--largest", "1000", "--rounds", "1")
+    assert [(row["parameters"], row["shapes"]) for row in table["rows"]] == [(1000, "5"), (1000, "all different")]
+    assert "\n- memory of the process: " in text
 
 
-def test_times() -> None:
-    lines = output("time", "--largest", "1000", "--repeats", "1")
-    assert [line.split("|")[1].strip() for line in lines[2:4]] == ["1,000", "1,000"]
-    assert lines[-1].startswith("CPU seconds, least of 1")
-
-
-def test_plans_of_public_models_are_as_even_as_they_can_be() -> None:
-    lines = output("evenness", "--models", "gpt2-124m", "llama3-8b", "llama3-70b")
-    assert len(lines) == 2 + 3 * 4
-    for line in lines[2:]:
-        *_, step, nbytes, limit = (cell.strip() for cell in line.strip("|").split("|"))
-        assert max(float(step), float(nbytes)) <= 1.05 or "proven to be least" in limit, line
+def test_plans_of_public_models_are_as_even_as_they_can_be(tmp_path: Path) -> None:
+    models = ("gpt2-124m", "llama3-8b", "llama3-70b")
+    _, (table,) = report("planner.py", tmp_path, "evenness", "--models", *models, plot=True)
+    assert [row["model"] for row in table["rows"]] == [name for name in models for _ in range(4)]
+    for row in table["rows"]:
+        assert max(row["step"], row["bytes"]) <= 1.05 or "proven to be least" in row["limit"], row

@@ -5,12 +5,10 @@ one run, so that whatever else the machine does hits both alike.
 
     python examples/benchmark/checkpoint.py --ranks 2            # 200 M parameters: 1.6 GB in a checkpoint
     python examples/benchmark/checkpoint.py --ranks 4 --cold     # loading what is no longer in the page cache
-    python examples/benchmark/checkpoint.py --ranks 2 --tiny
 
 A save is all that it takes from the model and its optimizer to files that are on the disk (both sync them), a load the
 way back; with FSDP2 that includes get_state_dict and set_state_dict. mfsdp also sums every byte as it is written, and
-checks it before it loads. Times are medians over rounds, from a barrier to the next; the spread is the largest less
-the smallest, over the median.
+checks it before it loads. Times are from a barrier to the next.
 """
 
 import argparse
@@ -20,17 +18,20 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from launching import is_rank, launch, slowest, write_results
+from chart import SUFFIX, Bars
+from launching import is_rank, launch, slowest, world, write_results
+from report import Column, Report, Table, add_output_arguments, factor
+from timing import SLOWEST, milliseconds, noise, ratio, until_all
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -41,6 +42,7 @@ from systems import example_options
 import mfsdp
 
 CONTEXT = 64
+AGAIN = "mfsdp" + SUFFIX
 
 
 class System(ABC):
@@ -115,65 +117,81 @@ def forget_cached(folder: Path) -> None:
         os.close(handle)
 
 
-def seconds_of(work: Callable[[], None]) -> float:
-    """How long it takes until all ranks have done ``work``."""
-    dist.barrier()
-    start = time.perf_counter()
-    work()
-    dist.barrier()
-    return time.perf_counter() - start
-
-
 def work(args: argparse.Namespace) -> None:
     """One rank: save and load by the systems in turn."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(args.threads)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)
-    model = GPT(args.width, args.layers, heads=8, context=CONTEXT)
-    systems = {name: make(copy.deepcopy(model), mesh) for name, make in SYSTEMS.items()}
-    del model
-    measured: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": [], "bytes": []} for name in systems}
-    for number in range(args.rounds + 1):  # the first is a warm-up
-        order = list(systems) if number % 2 else list(systems)[::-1]
-        for name in order:
-            path, system, result = Path(args.folder, name), systems[name], measured[name]
-            saving = seconds_of(lambda path=path, system=system: system.save(path))
-            result["bytes"].append(sum(file.stat().st_size for file in path.iterdir()))
-            dist.barrier()
-            if args.cold and dist.get_rank() == 0:
-                forget_cached(path)
-            loading = seconds_of(lambda path=path, system=system: system.load(path))
-            if dist.get_rank() == 0:
-                shutil.rmtree(path)
-            if number:
-                result["save"].append(saving)
-                result["load"].append(loading)
-    write_results(measured)
+    with world(args.threads) as mesh:
+        torch.manual_seed(0)
+        model = GPT(args.width, args.layers, heads=8, context=CONTEXT)
+        systems = {name: make(copy.deepcopy(model), mesh) for name, make in SYSTEMS.items()}
+        del model
+        measured: dict[str, dict[str, list[float]]] = {
+            name: {"save": [], "load": [], "bytes": []} for name in (*SYSTEMS, AGAIN)
+        }
+        for number in range(args.rounds + 1):  # the first is a warm-up
+            for name in list(measured)[:: 1 if number % 2 else -1]:
+                saving, loading, nbytes = save_and_load(args, systems, name.removesuffix(SUFFIX))
+                if number:
+                    for key, value in (("save", saving), ("load", loading), ("bytes", nbytes)):
+                        measured[name][key].append(value)
+        write_results(measured)
+
+
+def save_and_load(args: argparse.Namespace, systems: dict[str, System], name: str) -> tuple[float, float, int]:
+    """Seconds of both, until all ranks are done, and bytes on the disk."""
+    path, system = Path(args.folder, name), systems[name]
+    saving = until_all(lambda: system.save(path))
+    nbytes = sum(file.stat().st_size for file in path.iterdir())
     dist.barrier()
-    dist.destroy_process_group()
+    if args.cold and dist.get_rank() == 0:
+        forget_cached(path)
+    loading = until_all(lambda: system.load(path))
+    if dist.get_rank() == 0:
+        shutil.rmtree(path)
+    return saving, loading, nbytes
 
 
-def report(args: argparse.Namespace) -> None:
-    """Run all ranks, and print what the slowest took."""
-    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.folder) as folder:
-        ranks = launch(args.ranks, arguments=["--folder", folder])
+def table(args: argparse.Namespace, by_rank: list[dict[str, Any]]) -> Table:
+    rows: list[dict[str, Any]] = []
+    for system in by_rank[0]:
+        times = {key: slowest(rank[system][key] for rank in by_rank) for key in ("save", "load")}
+        rows.append({"system": system, **times, "bytes": max(by_rank[0][system]["bytes"])})
+    theirs = rows[0]
+    for row in rows:
+        row |= {f"{key}_ratio": ratio(row[key], theirs[key]) for key in ("save", "load")}
+        row["bytes_ratio"] = row["bytes"] / theirs["bytes"]
+    columns = [
+        Column("system", ""),
+        Column("save", "save", milliseconds),
+        Column("save_ratio", "over fsdp2", factor),
+        Column("load", "load", milliseconds),
+        Column("load_ratio", "over fsdp2", factor),
+        Column("bytes", "MB on disk", lambda nbytes: f"{nbytes / 1e6:,.3f}"),
+        Column("bytes_ratio", "over fsdp2", "{:.4f}".format),
+    ]
+    ours, again = rows[1], rows[2]
+    notes = [noise(f"mfsdp's {key}", ours[key], again[key]) for key in ("save", "load")]
+    charts = [
+        Bars(key, "seconds", {row["system"]: statistics.median(row[key]) for row in rows}) for key in ("save", "load")
+    ]
+    return Table(f"{args.ranks} ranks", columns, rows, notes, charts)
+
+
+def main() -> None:
+    args = arguments()
+    if is_rank():
+        work(args)
+        return
     parameters = sum(param.numel() for param in GPT(args.width, args.layers, 8, CONTEXT).parameters())
     cache = "not in the page cache" if args.cold else "in the page cache"
-    print(f"{parameters:,} parameters, {args.ranks} ranks, {args.rounds} rounds; when loading, files are {cache}")
-    print(f"{'':<8}{'s / save':>10}{'spread':>8}{'s / load':>10}{'spread':>8}{'MB on disk':>12}")
-    rows = []
-    for system in SYSTEMS:
-        row, cells = [], []
-        for activity in ("save", "load"):
-            times = slowest(rank[system][activity] for rank in ranks)
-            row.append(statistics.median(times))
-            cells.append(f"{row[-1]:>10.3f}{(max(times) - min(times)) / row[-1]:>8.0%}")
-        row.append(max(ranks[0][system]["bytes"]))
-        rows.append(row)
-        print(f"{system:<8}{''.join(cells)}{row[-1] / 1e6:>12.3f}")
-    save, load, size = (ours / theirs for theirs, ours in zip(*rows, strict=True))
-    print(f"{'ratio':<8}{save:>10.2f}{'':>8}{load:>10.2f}{'':>8}{size:>12.4f}")
+    shape = f"{parameters:,} parameters, fp32, {args.rounds} rounds after one to warm up; {SLOWEST}"
+    limits = (
+        f"The disk, and what else uses it; when loading, files are {cache}. mfsdp sums every byte that it writes, and "
+        "checks it before it loads."
+    )
+    report = Report(args, "Saving and loading", shape, limits)
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.folder) as folder:
+        by_rank = launch(args.ranks, arguments=["--folder", folder])
+    report.add(table(args, by_rank))
 
 
 def arguments() -> argparse.Namespace:
@@ -181,20 +199,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--tiny", action="store_true", help="a model of width 32 and 2 layers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before they are loaded")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", default=None, help="where to save (default: the system's temporary folder)")
-    args = parser.parse_args()
-    if args.tiny:
-        args.width, args.layers = 32, 2
-    return args
+    add_output_arguments(parser)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    options = arguments()
-    if is_rank():
-        work(options)
-    else:
-        report(options)
+    main()

@@ -1,54 +1,37 @@
 """What owner placements cost the CPU: skipped ops, and DTensors that have no owner.
 
-    python examples/benchmark/dispatch.py [--ranks 8] [--repeats 7] [--sizes 256 512 1024] [--json FILE]
+    python examples/benchmark/dispatch.py --ranks 8
 
-Two ratios, each with both sides interleaved in one run:
+Two comparisons, each with both sides in turns in one run:
 
-- ``step``: a step of unmodified ``torch.optim.Muon`` over 48 owned DTensors spread over all ranks, against the same
-  optimizer over each rank's own matrices as plain tensors. The slowest rank counts.
-- ``ordinary``: dispatch of ops on DTensors without an owner, in a process that has imported mfsdp against one that has
-  not, in CPU time.
+- a step of unmodified ``torch.optim.Muon`` over 48 owned DTensors spread over all ranks, against the same optimizer
+  over each rank's own matrices as plain tensors; time of the slowest rank;
+- dispatch of ops on DTensors without an owner, in a process that has imported mfsdp against one that has not; CPU time.
+
+The second run of the plain side shows the noise.
 """
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from chart import SUFFIX, Bars
+from launching import is_rank, launch, world, write_results
+from report import Column, Report, Table, add_output_arguments
+from timing import MEDIAN, in_turns, milliseconds, noise, slowest_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 MATRICES = 48
-
-
-def seconds(function: Callable[[], Any]) -> float:
-    """Time of a call that all ranks start together, on the slowest of them."""
-    dist.barrier()
-    start = time.perf_counter()
-    function()
-    elapsed = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return elapsed.item()
-
-
-def interleaved(first: Callable[[], Any], second: Callable[[], Any], repeats: int) -> list[float]:
-    """Ratios first over second, after one call of each to warm up."""
-    first(), second()
-    ratios = []
-    for turn in range(repeats):
-        order = (first, second) if turn % 2 == 0 else (second, first)
-        times = {function: seconds(function) for function in order}
-        ratios.append(times[first] / times[second])
-    return ratios
+OWNED, PLAIN = "owned DTensors", "plain tensors"
+WITH, WITHOUT = "mfsdp imported", "not imported"
 
 
 def matrices(sizes: list[int]) -> list[Tensor]:
@@ -57,8 +40,8 @@ def matrices(sizes: list[int]) -> list[Tensor]:
     return [torch.randn(shapes[index % len(shapes)], generator=generator) for index in range(MATRICES)]
 
 
-def muon_step(mesh: DeviceMesh, sizes: list[int], repeats: int) -> list[float]:
-    """Ratios of the step over owned DTensors to the step over this rank's matrices as plain tensors."""
+def muon_steps(mesh: DeviceMesh, sizes: list[int], rounds: int) -> dict[str, list[float]]:
+    """Times of the step over owned DTensors, and of the step over this rank's matrices as plain tensors."""
     import mfsdp  # here, and not above: one of the processes of `ordinary` must do without
 
     full = matrices(sizes)
@@ -73,19 +56,15 @@ def muon_step(mesh: DeviceMesh, sizes: list[int], repeats: int) -> list[float]:
             plain = nn.Parameter(tensor.clone())
             plain.grad = tensor.clone()
             local.append(plain)
-    with_placements, without = torch.optim.Muon(owned, lr=1e-3), torch.optim.Muon(local, lr=1e-3)
-    return interleaved(with_placements.step, without.step, repeats)
-
-
-def run(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """One rank of the first measurement."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=options.ranks)
-    mesh = init_device_mesh("cpu", (options.ranks,))
-    ratios = muon_step(mesh, options.sizes, options.repeats)
-    if rank == 0:
-        Path(folder, "step.json").write_text(json.dumps(ratios))
-    dist.destroy_process_group()
+    return in_turns(
+        {
+            OWNED: torch.optim.Muon(owned, lr=1e-3).step,
+            PLAIN: torch.optim.Muon(local, lr=1e-3).step,
+            PLAIN + SUFFIX: torch.optim.Muon(local, lr=1e-3).step,
+        },
+        rounds,
+        clock=slowest_rank,
+    )
 
 
 def ordinary_ops(connection: Connection, with_mfsdp: bool) -> None:
@@ -112,52 +91,68 @@ def ordinary_ops(connection: Connection, with_mfsdp: bool) -> None:
         connection.send(time.process_time() - start)
 
 
-def ordinary(repeats: int) -> list[float]:
-    """Ratios of CPU time with mfsdp imported over without, asked of two processes in turn."""
+def ordinary(rounds: int) -> dict[str, list[float]]:
+    """CPU time with mfsdp imported and without, of processes that are asked in turn."""
     context = multiprocessing.get_context("spawn")
-    connections, processes = [], []
-    for with_mfsdp in (True, False):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=ordinary_ops, args=(theirs, with_mfsdp), daemon=True)
-        process.start()
-        connections.append(ours)
-        processes.append(process)
+    connections: dict[str, Connection] = {}
+    processes = []
+    for name in (WITH, WITHOUT, WITHOUT + SUFFIX):
+        connections[name], theirs = context.Pipe()
+        processes.append(context.Process(target=ordinary_ops, args=(theirs, name == WITH), daemon=True))
+        processes[-1].start()
 
-    def ask(connection: Connection) -> float:
-        connection.send(True)
-        return connection.recv()
+    def asking(connection: Connection) -> Callable[[], float]:
+        def ask() -> float:
+            connection.send(True)
+            return connection.recv()
 
-    for connection in connections:
-        ask(connection)  # warm up
-    ratios = []
-    for turn in range(repeats):
-        first, second = connections if turn % 2 == 0 else reversed(connections)
-        times = {first: ask(first), second: ask(second)}
-        ratios.append(times[connections[0]] / times[connections[1]])
-    for connection, process in zip(connections, processes, strict=True):
+        return ask
+
+    asks = {name: asking(connection) for name, connection in connections.items()}
+    times = in_turns(asks, rounds, clock=lambda ask: ask())
+    for connection, process in zip(connections.values(), processes, strict=True):
         connection.send(False)
         process.join()
-    return ratios
+    return times
+
+
+def table(title: str, times: dict[str, list[float]]) -> Table:
+    """Both sides; the ratio is the median of those of each round."""
+    _, plain, again = times
+    rows: list[dict[str, Any]] = []
+    for name, taken in times.items():
+        ratios = [one / other for one, other in zip(taken, times[plain], strict=True)]
+        rows.append({"name": name, "times": taken, "ratio": statistics.median(ratios), "range": _range(ratios)})
+    columns = [
+        Column("name", ""),
+        Column("times", "time", milliseconds),
+        Column("ratio", f"over {plain}", "{:.3f}".format),
+        Column("range", "from, to"),
+    ]
+    bars = Bars(title, "milliseconds", {name: statistics.median(taken) * 1e3 for name, taken in times.items()})
+    return Table(title, columns, rows, [noise(plain, times[plain], times[again])], [bars])
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.3f}, {max(ratios):.3f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="of the step; three times as many of the ordinary ops")
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024])
-    parser.add_argument("--json", type=Path, help="write the ratios to this file")
-    options = parser.parse_args()
-    with TemporaryDirectory() as folder:
-        multiprocessing.spawn(run, (folder, options), nprocs=options.ranks)
-        results = {
-            "step": json.loads(Path(folder, "step.json").read_text()),
-            "ordinary": ordinary(3 * options.repeats),
-        }
-    print(f"torch {torch.__version__}, {options.ranks} ranks, {MATRICES} matrices of {options.sizes}")
-    for name, ratios in results.items():
-        print(f"{name:<10} median {statistics.median(ratios):.3f}   from {min(ratios):.3f} to {max(ratios):.3f}")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    if is_rank():
+        with world() as mesh:
+            write_results(muon_steps(mesh, args.sizes, args.rounds))
+        return
+    shape = f"{MATRICES} matrices of sides {args.sizes}, fp32, {args.rounds} rounds after one to warm up; {MEDIAN}"
+    limits = "Ranks share cores; a difference of a percent or two is within what the same process varies by."
+    report = Report(args, "What owner placements cost the CPU", shape, limits)
+    report.add(table(f"A step of torch.optim.Muon, {args.ranks} ranks", launch(args.ranks)[0]))
+    report.add(table("Ops on DTensors without an owner", ordinary(3 * args.rounds)))
 
 
 if __name__ == "__main__":

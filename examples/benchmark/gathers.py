@@ -11,14 +11,16 @@ between the quartiles). A star marks what the library's rule chooses.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from launching import is_rank, launch, slowest, write_results
+from chart import SUFFIX, Lines
+from launching import is_rank, launch, slowest, world, write_results
+from report import Column, Report, Table, add_output_arguments, factor
+from timing import SLOWEST, in_turns, milliseconds, own_time, ratio
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp.fsdp.collectives import BroadcastGather, Gather, Piece, ShardGroup, Shipment
 from mfsdp.fsdp.lane import Lane
@@ -28,6 +30,11 @@ from mfsdp.fsdp.strategy import choose_gather
 
 STRATEGIES = {BroadcastGather: "broadcast", ChainGather: "chain", ResplitGather: "re-split"}
 FSDP2 = "all-gather"
+AGAIN = FSDP2 + SUFFIX
+LIMITS = (
+    "All ranks share this machine's cores: on emulated nodes waiting for the network overlaps with other ranks' "
+    "copying, and on loopback a gather is copying alone."
+)
 
 
 def owners_of(ranks: int, elements: int) -> dict[str, list[int]]:
@@ -75,45 +82,49 @@ def all_gather_call(ranks: ShardGroup, elements: int) -> Callable[[], object]:
     return lambda: dist.all_gather_into_tensor(full, own, group=ranks.group)
 
 
-def work(options: argparse.Namespace) -> None:
+def work(args: argparse.Namespace) -> None:
     """One rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ranks = ShardGroup.of(mesh, 0)
-    results = []
-    for size in options.kib:
-        for owners, held in owners_of(ranks.size, size * 1024 // 4).items():
-            calls, chosen = gather_calls(ranks, held)
-            times: dict[str, list[float]] = {name: [] for name in calls}
-            for _ in range(options.rounds):
-                for name, call in calls.items():
-                    dist.barrier()
-                    start = time.perf_counter()
-                    call()
-                    times[name].append(time.perf_counter() - start)
-            results.append({"kib": size, "owners": owners, "rule": chosen, "times": times})
-    write_results(results)
-    dist.barrier()
-    dist.destroy_process_group()
+    with world() as mesh:
+        ranks = ShardGroup.of(mesh, 0)
+        results = []
+        for size in args.kib:
+            for owners, held in owners_of(ranks.size, size * 1024 // 4).items():
+                calls, chosen = gather_calls(ranks, held)
+                calls[AGAIN] = calls[FSDP2]
+                times = in_turns(calls, args.rounds, warm_up=0, clock=own_time)
+                results.append({"kib": size, "owners": owners, "rule": chosen, "times": times})
+        write_results(results)
 
 
-def cell(seconds: list[float], chosen: bool) -> str:
-    quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
-    spread = 50 * (quartiles[2] - quartiles[0]) / quartiles[1]
-    return f"{quartiles[1] * 1e3:.1f} ({spread:.0f} %){' *' if chosen else ''}"
-
-
-def report(options: argparse.Namespace, by_rank: list[list[dict]]) -> None:
-    network = f"{options.nodes} emulated nodes, {options.rate}" if options.nodes else "loopback"
-    print(f"gather of a unit, {options.ranks} ranks, {network}, {options.rounds} rounds, torch {torch.__version__}\n")
-    names = [*STRATEGIES.values(), FSDP2]
-    print(f"| unit | owners | {' | '.join(names)} |")
-    print(f"|---:|---|{'---:|' * len(names)}")
+def table(by_rank: list[list[dict[str, Any]]]) -> Table:
+    rows: list[dict[str, Any]] = []
     for case in zip(*by_rank, strict=True):
-        first = case[0]
-        cells = [cell(slowest(rank["times"][name] for rank in case), name == first["rule"]) for name in names]
-        print(f"| {first['kib']:,} KiB | {first['owners']} | {' | '.join(cells)} |")
+        times = {name: slowest(rank["times"][name] for rank in case) for name in case[0]["times"]}
+        again = ratio(times.pop(AGAIN), times[FSDP2])
+        cells = {
+            name: f"{milliseconds(taken)}{' *' if name == case[0]['rule'] else ''}" for name, taken in times.items()
+        }
+        rows.append({"unit": f"{case[0]['kib']:,} KiB", **case[0], "times": times, "again": again, **cells})
+    names = [*STRATEGIES.values(), FSDP2]
+    columns = [Column("unit", "unit"), Column("owners", "owners"), *(Column(name, name) for name in names)]
+    columns.append(Column("again", "all-gather again", factor))
+    note = "* is what the library's rule chooses; the last column is the all-gather's second run over its first: noise."
+    charts = [
+        Lines(
+            f"gather of a unit, {owners}",
+            "milliseconds",
+            "KiB of the unit",
+            [row["kib"] for row in rows if row["owners"] == owners],
+            {
+                name: [statistics.median(row["times"][name]) * 1e3 for row in rows if row["owners"] == owners]
+                for name in names
+            },
+            log=True,
+            log_axis=True,
+        )
+        for owners in dict.fromkeys(row["owners"] for row in rows)
+    ]
+    return Table("Gathers", columns, rows, [note], charts)
 
 
 def main() -> None:
@@ -123,13 +134,20 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="egress of an emulated node")
     parser.add_argument("--kib", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384], help="sizes of units")
     parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    if options.ranks < 3:
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    if args.ranks < 3:
         parser.error("three owners need at least 3 ranks (on 2, broadcasts are always used)")
     if is_rank():
-        work(options)
-    else:
-        report(options, launch(options.ranks, options.nodes, options.rate))
+        work(args)
+        return
+    network = f"{args.nodes} emulated nodes, {args.rate}" if args.nodes else "loopback"
+    shape = (
+        f"units of {min(args.kib)} to {max(args.kib)} KiB, {args.ranks} ranks, {network}, {args.rounds} rounds; "
+        f"{SLOWEST}"
+    )
+    report = Report(args, "Ways to gather a unit", shape, LIMITS)
+    report.add(table(launch(args.ranks, args.nodes, args.rate)))
 
 
 if __name__ == "__main__":

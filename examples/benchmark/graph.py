@@ -5,26 +5,28 @@ All three shard the same GPT and take turns in one run, so that whatever else th
     python examples/benchmark/graph.py --ranks 2
     python examples/benchmark/graph.py --ranks 4 --layers 4
 
-A step is forward and backward, of the same tokens in all three. Time is the median over rounds of the slowest rank,
-with the quartiles beside it; peak memory is what the CPU allocator handed out above its level at the start of a step,
-of the rank with most. "eager" rows are the same without a compiler.
+A step is forward and backward, of the same tokens in all three; peak memory is what the CPU allocator handed out above
+its level at the start of a step, of the rank with most. "eager" rows are the same without a compiler.
 """
 
 import argparse
 import copy
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from allocations import peak_memory
-from launching import is_rank, launch, slowest, write_results
+from chart import SUFFIX, Bars
+from launching import is_rank, launch, slowest, world, write_results
+from report import Column, Report, Table, add_output_arguments, factor, mib
+from systems import add_model_arguments, shape_of
+from timing import in_turns, milliseconds, noise, until_all
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 import mfsdp
@@ -32,15 +34,15 @@ import mfsdp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpt import GPT
 
-SYSTEMS = ("fsdp2, blocks compiled", "hooks, blocks compiled", "graph, compiled", "hooks, eager", "graph, eager")
-
-
-@dataclass
-class Measured:
-    """One rank's numbers for one system, per step."""
-
-    seconds: list[float]
-    peak_bytes: int
+GRAPH = "graph, compiled"
+SYSTEMS = (
+    "fsdp2, blocks compiled",
+    "hooks, blocks compiled",
+    GRAPH,
+    "hooks, eager",
+    "graph, eager",
+    GRAPH + SUFFIX,
+)
 
 
 def shard(model: GPT, mesh: DeviceMesh, system: str, backend: str) -> nn.Module:
@@ -63,82 +65,84 @@ def shard(model: GPT, mesh: DeviceMesh, system: str, backend: str) -> nn.Module:
 
 def work(args: argparse.Namespace) -> None:
     """One rank: measure all systems in turn."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(args.threads)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)
-    model = GPT(args.width, args.layers, heads=args.heads, context=args.context)
-    models = {system: shard(copy.deepcopy(model), mesh, system, args.backend) for system in SYSTEMS}
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
-    losses: dict[str, float] = {}
+    with world(args.threads) as mesh:
+        torch.manual_seed(0)
+        model = GPT(args.width, args.layers, heads=args.heads, context=args.context)
+        models = {
+            system: shard(copy.deepcopy(model), mesh, system.removesuffix(SUFFIX), args.backend) for system in SYSTEMS
+        }
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
+        losses: dict[str, float] = {}
 
-    def step(system: str) -> None:
-        loss = models[system](tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        losses[system] = loss.item()
-
-    measured = {system: Measured([], 0) for system in SYSTEMS}
-    for number in range(args.rounds + 2):  # the first two compile and warm up
-        for system, result in measured.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step(system)
-            dist.barrier()
-            if number > 1:
-                result.seconds.append(time.perf_counter() - start)
+        def step(system: str) -> None:
             models[system].zero_grad()
-    for system, result in measured.items():
-        result.peak_bytes = peak_memory(lambda system=system: step(system))
-        models[system].zero_grad()
-    if max(losses.values()) - min(losses.values()) > 1e-4:
-        raise SystemExit(f"the systems do not compute the same loss: {losses}")
-    write_results({system: asdict(result) for system, result in measured.items()})
-    dist.barrier()
-    dist.destroy_process_group()
+            loss = models[system](tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            losses[system] = loss.item()
+
+        steps = {system: partial(step, system) for system in SYSTEMS}
+        times = in_turns(steps, args.rounds, warm_up=2, clock=until_all)  # the first two compile and warm up
+        for model in models.values():
+            model.zero_grad()
+        measured = {}
+        for system in SYSTEMS:
+            measured[system] = {"seconds": times[system], "peak": peak_memory(steps[system])}
+            models[system].zero_grad()
+        if max(losses.values()) - min(losses.values()) > 1e-4:
+            raise SystemExit(f"the systems do not compute the same loss: {losses}")
+        write_results(measured)
 
 
-def report(args: argparse.Namespace, ranks: list[dict[str, Measured]]) -> None:
+def table(args: argparse.Namespace, by_rank: list[dict[str, Any]]) -> Table:
     """One row for each system; ratios are of the compiled graph to it."""
-    print(f"GPT, width {args.width}, {args.layers} layers, batch {args.batch} x {args.context}, {args.ranks} ranks")
-    print(f"{'':<26}{'ms / step':>10}{'quartiles':>14}{'graph over it':>15}{'peak MiB':>10}{'graph over it':>15}")
+    rows: list[dict[str, Any]] = [
+        {
+            "system": system,
+            "seconds": slowest(rank[system]["seconds"] for rank in by_rank),
+            "peak": max(rank[system]["peak"] for rank in by_rank),
+        }
+        for system in SYSTEMS
+    ]
+    ours = next(row for row in rows if row["system"] == GRAPH)
+    for row in rows:
+        pairs = zip(ours["seconds"], row["seconds"], strict=True)
+        row["seconds_ratio"] = statistics.median(mine / theirs for mine, theirs in pairs)
+        row["peak_ratio"] = ours["peak"] / row["peak"]
+    columns = [
+        Column("system", ""),
+        Column("seconds", "time", milliseconds),
+        Column("seconds_ratio", "graph over it", factor),
+        Column("peak", "peak memory", mib),
+        Column("peak_ratio", "graph over it", factor),
+    ]
+    note = noise(GRAPH, ours["seconds"], rows[-1]["seconds"])
+    chart = Bars(
+        "forward and backward",
+        "milliseconds",
+        {row["system"]: statistics.median(row["seconds"]) * 1e3 for row in (ours, *rows)},
+    )
+    return Table(f"{args.ranks} ranks, loopback", columns, rows, [note], [chart])
 
-    def times_of(system: str) -> list[float]:
-        return slowest(rank[system].seconds for rank in ranks)
 
-    def peak(system: str) -> int:
-        return max(rank[system].peak_bytes for rank in ranks)
-
-    median: Callable[[list[float]], float] = statistics.median
-    ours = "graph, compiled"
-    for system in SYSTEMS:
-        times = times_of(system)
-        low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
-        ratio = median([mine / theirs for mine, theirs in zip(times_of(ours), times, strict=True)])
-        print(
-            f"{system:<26}{median(times) * 1e3:>10.1f}{f'{low * 1e3:.0f} - {high * 1e3:.0f}':>14}{ratio:>15.2f}"
-            f"{peak(system) / 2**20:>10.1f}{peak(ours) / peak(system):>15.2f}"
-        )
-
-
-def arguments() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
+    add_model_arguments(parser)
+    parser.set_defaults(width=256, layers=4, batch=4)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--threads", type=int, default=1)
-    return parser.parse_args()
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    if is_rank():
+        work(args)
+        return
+    limits = "All ranks share this machine's cores, and gathers and reductions are copies over loopback."
+    report = Report(args, "Forward and backward as one compiled graph", shape_of(args), limits)
+    report.add(table(args, launch(args.ranks)))
 
 
 if __name__ == "__main__":
-    options = arguments()
-    if is_rank():
-        work(options)
-    else:
-        by_rank = launch(options.ranks)
-        report(options, [{system: Measured(**numbers) for system, numbers in rank.items()} for rank in by_rank])
+    main()

@@ -4,9 +4,9 @@
     python examples/benchmark/optimizer_step.py --device cuda     # compiled too, a layer of llama3-8b; under 5 minutes
 
 48 matrices in 4 shapes of 256 to 1,024, or those of a layer of a model of the planner's catalogue. Each variant is
-timed in turn, many times over, so that other load on the machine hits all alike. Printed are medians, the middle
-half of the times as a share of the median, and torch's time over the variant's: the median over turns, and that of
-the least times, which other load on the machine disturbs least.
+timed in turn, many times over, so that other load on the machine hits all alike. Printed are medians, the spread, and
+torch's time over the variant's: the median over rounds, and that of the least times, which other load on the machine
+disturbs least.
 
 ``share of matmul`` is the time that plain matrix products in bfloat16 of the shapes of the Newton-Schulz iterations
 take, over that of the step. ``torch's products`` are the iterations of torch.optim.Muon alone, as it does them: what
@@ -16,12 +16,13 @@ Says so and ends where ``--device cuda`` finds no GPU.
 """
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
+from chart import SUFFIX, Bars
+from report import Column, Report, Table, add_output_arguments
+from timing import MEDIAN, in_turns, milliseconds, noise, ratio
 from torch import nn
 
 import mfsdp
@@ -29,6 +30,7 @@ from mfsdp.optim.newton_schulz import QUINTIC
 from mfsdp.planning import Role
 from mfsdp.planning.catalogue import catalogue_specs, model_names
 
+TORCH = "torch.optim.Muon"
 SMALL = [(256, 256), (512, 512), (256, 1024), (1024, 256)] * 12
 STEPS = 5
 WARM_UP = 3
@@ -88,55 +90,54 @@ def torch_products(shapes: Sequence[tuple[int, ...]], device: str) -> Callable[[
     return run
 
 
-def seconds(call: Callable[[], object], device: str) -> float:
-    if device != "cpu":
+def synchronised(call: Callable[[], object]) -> Callable[[], None]:
+    """The call, and waiting for a GPU to have done it."""
+
+    def run() -> None:
+        call()
         torch.accelerator.synchronize()
-    began = time.perf_counter()
-    call()
-    if device != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - began
+
+    return run
 
 
 def variants(shapes: Sequence[tuple[int, ...]], device: str, compile: bool) -> dict[str, Callable[[], object]]:
     """Name to one optimizer step; and the products."""
     steps: dict[str, Callable[[], object]] = {
-        "torch.optim.Muon": torch.optim.Muon(matrices(shapes, device)).step,
+        TORCH: torch.optim.Muon(matrices(shapes, device)).step,
         "mfsdp, one by one": mfsdp.optim.Muon(matrices(shapes, device)).step,
         "mfsdp, batched": mfsdp.optim.Muon(matrices(shapes, device), batched=True).step,
     }
     if compile:
         steps["mfsdp, compiled"] = mfsdp.optim.Muon(matrices(shapes, device), batched=True, compile=True).step
+    steps[TORCH + SUFFIX] = torch.optim.Muon(matrices(shapes, device)).step
     steps["torch's products"] = torch_products(shapes, device)
     steps["plain products"] = plain_products(shapes, device)
     return steps
 
 
-def measure(steps: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each step, turn by turn."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + WARM_UP):
-        for name, step in steps.items():
-            taken = seconds(step, device)
-            if turn >= WARM_UP:  # which allocates and compiles
-                times[name].append(taken)
-    return times
-
-
-def table(times: dict[str, list[float]], flops: float) -> str:
-    columns = ("step", 10), ("middle half", 12), ("TFLOP/s", 8), ("against torch", 14), ("of least", 9)
-    header = " ".join(f"{title:>{width}}" for title, width in (*columns, ("share of matmul", 16)))
-    lines = [f"{'':20} {header}"]
-    products = statistics.median(times["plain products"])
-    for name, taken in times.items():
-        median = statistics.median(taken)
-        low, _, high = statistics.quantiles(taken, n=4) if len(taken) > 1 else (median, median, median)
-        ratio = statistics.median(a / b for a, b in zip(times["torch.optim.Muon"], taken, strict=True))
-        lines.append(
-            f"{name:20} {median * 1e3:7.1f} ms {(high - low) / median:12.0%} {flops / median / 1e12:8.3f} "
-            f"{ratio:13.2f}x {min(times['torch.optim.Muon']) / min(taken):8.2f}x {products / median:15.0%}"
-        )
-    return "\n".join(lines)
+def table(title: str, times: dict[str, list[float]], flops: float) -> Table:
+    products, theirs = times["plain products"], times[TORCH]
+    rows = [
+        {
+            "name": name,
+            "times": taken,
+            "rate": flops / statistics.median(taken) / 1e12,
+            "faster": statistics.median(a / b for a, b in zip(theirs, taken, strict=True)),
+            "least": min(theirs) / min(taken),
+            "share": ratio(products, taken),
+        }
+        for name, taken in times.items()
+    ]
+    columns = [
+        Column("name", ""),
+        Column("times", "step", milliseconds),
+        Column("rate", "TFLOP/s", "{:.3f}".format),
+        Column("faster", "times as fast as torch", "{:.2f}x".format),
+        Column("least", "by least times", "{:.2f}x".format),
+        Column("share", "share of matmul", "{:.0%}".format),
+    ]
+    bars = Bars("a step", "milliseconds", {name: statistics.median(taken) * 1e3 for name, taken in times.items()})
+    return Table(title, columns, rows, [noise(TORCH, theirs, times[TORCH + SUFFIX])], [bars])
 
 
 def main() -> None:
@@ -145,8 +146,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="also the compiled step (always on a GPU)")
     parser.add_argument("--shapes", choices=["small", "tiny", *model_names()], help="by device: small, or llama3-8b")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", help="also write all times to this file, in seconds")
+    parser.add_argument("--rounds", type=int, default=15)
+    add_output_arguments(parser)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no GPU here: nothing was measured")
@@ -155,13 +156,13 @@ def main() -> None:
     on_gpu = args.device == "cuda"
     name = args.shapes or ("llama3-8b" if on_gpu else "small")
     shapes = shapes_of(name)
-    times = measure(variants(shapes, args.device, args.compile or on_gpu), args.device, args.repeats)
     where = torch.cuda.get_device_name() if on_gpu else f"cpu, {args.threads} threads"
-    print(f"{len(shapes)} matrices, {name}, {where}")
-    print(table(times, newton_schulz_flops(shapes)))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(times, file, indent=2)
+    shape = f"{len(shapes)} matrices, {name}, fp32, {where}, {args.rounds} rounds after {WARM_UP} to warm up; {MEDIAN}"
+    limits = "Nearly all of a step are products of bfloat16 matrices, which are the same in all variants."
+    report = Report(args, "Steps of local matrices", shape, limits)
+    steps = variants(shapes, args.device, args.compile or on_gpu)
+    calls = {name: synchronised(step) for name, step in steps.items()} if on_gpu else steps
+    report.add(table(where, in_turns(calls, args.rounds, WARM_UP), newton_schulz_flops(shapes)))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,19 @@ import argparse
 import copy
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from launching import is_rank, launch, write_results
+from chart import SUFFIX, Bars
+from launching import is_rank, launch, world, write_results
+from report import Column, Report, Table, add_output_arguments, mib
+from systems import add_model_arguments, shape_of
+from timing import milliseconds, noise, slowest_rank
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
 from mfsdp.dtensor import local_tensor
@@ -29,7 +33,8 @@ from mfsdp.optim import RoutedOptimizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpt import GPT
 
-WAYS = {"step after backward": None, "steps in backward": "backward"}
+AFTER, IN = "step after backward", "steps in backward"
+WAYS = {AFTER: None, IN: "backward", AFTER + SUFFIX: None}
 
 
 class GradientMemory:
@@ -56,69 +61,73 @@ def shard(model: GPT, mesh: DeviceMesh) -> GPT:
     return model
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of the slowest rank."""
-    dist.barrier()
-    began = time.perf_counter()
-    call()
-    taken = torch.tensor(time.perf_counter() - began)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return taken.item()
-
-
 def work(args: argparse.Namespace) -> None:
-    """One rank: train both ways in turn."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)
-    model = GPT(args.width, args.layers, heads=4, context=args.context)
-    unit = sum(param.numel() * param.element_size() for param in model.blocks[0].parameters())
-    models = {way: shard(copy.deepcopy(model), mesh) for way in WAYS}
-    memory = {way: GradientMemory(models[way].parameters()) for way in WAYS}  # looks before a step frees anything
-    optimizers: dict[str, RoutedOptimizer] = {
-        way: mfsdp.optim.build_optimizer(models[way], matrix_kwargs={"lr": 0.02}, overlap=overlap)
-        for way, overlap in WAYS.items()
-    }
-    times: dict[str, dict[str, list[float]]] = {way: {"backward": [], "step": []} for way in WAYS}
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for turn in range(args.rounds + 1):
-        tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
-        for way in WAYS:
-            loss = models[way](tokens[:, :-1], tokens[:, 1:])
-            taken = {"backward": timed(loss.backward), "step": timed(optimizers[way].step)}
-            optimizers[way].zero_grad()
-            if turn:
-                for what, value in taken.items():
-                    times[way][what].append(value)
-    medians = {way: {what: statistics.median(all_) for what, all_ in times[way].items()} for way in WAYS}
-    write_results({"unit": unit, "times": medians, "peaks": {way: memory[way].peak for way in WAYS}})
-    dist.destroy_process_group()
+    """One rank: train both ways in turn, the first twice."""
+    with world() as mesh:
+        torch.manual_seed(0)
+        model = GPT(args.width, args.layers, heads=4, context=args.context)
+        unit = sum(param.numel() * param.element_size() for param in model.blocks[0].parameters())
+        models = {way: shard(copy.deepcopy(model), mesh) for way in WAYS}
+        memory = {way: GradientMemory(models[way].parameters()) for way in WAYS}  # looks before a step frees anything
+        optimizers: dict[str, RoutedOptimizer] = {
+            way: mfsdp.optim.build_optimizer(models[way], matrix_kwargs={"lr": 0.02}, overlap=overlap)
+            for way, overlap in WAYS.items()
+        }
+        times: dict[str, dict[str, list[float]]] = {way: {"backward": [], "step": []} for way in WAYS}
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for turn in range(args.rounds + 1):
+            tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
+            for way in WAYS:
+                loss = models[way](tokens[:, :-1], tokens[:, 1:])
+                taken = {"backward": slowest_rank(loss.backward), "step": slowest_rank(optimizers[way].step)}
+                optimizers[way].zero_grad()
+                if turn:
+                    for what, value in taken.items():
+                        times[way][what].append(value)
+        write_results({"unit": unit, "times": times, "peaks": {way: memory[way].peak for way in WAYS}})
+
+
+def table(args: argparse.Namespace, by_rank: list[dict[str, Any]]) -> Table:
+    rows = [
+        {"way": way, "peak": max(rank["peaks"][way] for rank in by_rank), **by_rank[0]["times"][way]} for way in WAYS
+    ]
+    columns = [
+        Column("way", ""),
+        Column("peak", "gradients at most", mib),
+        Column("backward", "backward", milliseconds),
+        Column("step", "step after it", milliseconds),
+    ]
+    first, again = rows[0], rows[-1]
+    notes = [
+        f"a block's gradients, over all ranks: {mib(by_rank[0]['unit'])}.",
+        noise("the step after backward", first["step"], again["step"]),
+        noise("the backward before it", first["backward"], again["backward"]),
+    ]
+    charts = [
+        Bars("gradients at most", "MiB", {row["way"]: row["peak"] / 2**20 for row in rows}),
+        Bars(
+            "backward and step",
+            "milliseconds",
+            {row["way"]: (statistics.median(row["backward"]) + statistics.median(row["step"])) * 1e3 for row in rows},
+        ),
+    ]
+    return Table(f"{args.ranks} ranks, loopback", columns, rows, notes, charts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=4)
+    add_model_arguments(parser)
+    parser.set_defaults(width=256, layers=12, batch=4)
     parser.add_argument("--rounds", type=int, default=7)
+    add_output_arguments(parser)
     args = parser.parse_args()
     if is_rank():
         work(args)
         return
-    results = launch(args.ranks)
-    print(
-        f"GPT, width {args.width}, {args.layers} layers, {args.ranks} ranks; a block's gradients, over all ranks:",
-        end=" ",
-    )
-    print(f"{results[0]['unit'] / 2**20:.2f} MiB")
-    print(f"{'':20} {'gradients at most':>18} {'backward':>12} {'step after it':>14}")
-    for way in WAYS:
-        peak = max(result["peaks"][way] for result in results) / 2**20
-        times = results[0]["times"][way]
-        print(f"{way:20} {peak:14.2f} MiB {times['backward'] * 1e3:9.1f} ms {times['step'] * 1e3:11.2f} ms")
+    limits = "On loopback backward waits for no network, so that a step in it gains no time."
+    report = Report(args, "Optimizer steps during backward", shape_of(args), limits)
+    report.add(table(args, launch(args.ranks)))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,15 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from launching import is_rank, launch, write_results
+from chart import Bars
+from launching import is_rank, launch, world, write_results
+from report import Column, Report, Table, add_output_arguments
+from timing import MEDIAN, in_turns, milliseconds, ratio
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
 from mfsdp.comm_counter import CommCounter
@@ -48,25 +51,48 @@ def cpu_seconds(step: Callable[[], object]) -> float:
 
 def work(args: argparse.Namespace) -> None:
     """One rank: measure both in turn."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    owned, plain = parameters(args, mesh)
-    steps = {
-        "owned": mfsdp.optim.Muon(owned, batched=args.batched).step,
-        "plain": mfsdp.optim.Muon(plain, batched=args.batched).step,
+    with world() as mesh:
+        owned, plain = parameters(args, mesh)
+        calls = {
+            "owned": mfsdp.optim.Muon(owned, batched=args.batched).step,
+            "plain": mfsdp.optim.Muon(plain, batched=args.batched).step,
+            "plain again": mfsdp.optim.Muon(plain, batched=args.batched).step,
+        }
+        times = in_turns(calls, args.rounds, warm_up=2, clock=cpu_seconds)
+        with CommCounter() as comm:
+            calls["owned"]()
+        write_results({**times, "collectives": comm.collectives})
+
+
+def table(args: argparse.Namespace, by_rank: list[dict[str, Any]]) -> Table:
+    ranked = sorted(by_rank, key=lambda rank: ratio(rank["owned"], rank["plain"]))
+    rows = [
+        {
+            "which": which,
+            "owned": rank["owned"],
+            "plain": rank["plain"],
+            "ratio": ratio(rank["owned"], rank["plain"]),
+            "noise": ratio(rank["plain again"], rank["plain"]),
+        }
+        for which, rank in (("median rank", ranked[len(ranked) // 2]), ("worst rank", ranked[-1]))
+    ]
+    columns = [
+        Column("which", ""),
+        Column("owned", "owned DTensors", milliseconds),
+        Column("plain", "plain tensors", milliseconds),
+        Column("ratio", "owned over plain", "{:.3f}".format),
+        Column("noise", "plain again over plain", "{:.3f}".format),
+    ]
+    notes = [
+        f"collectives in an owned step, over all ranks: {sum(rank['collectives'] for rank in by_rank)}",
+        "the last column is the noise.",
+    ]
+    values = {
+        what: statistics.median(statistics.median(rank[what]) for rank in by_rank) * 1e3
+        for what in ("plain", "owned", "plain again")
     }
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(args.rounds + 2):
-        for name in ("owned", "plain") if turn % 2 else ("plain", "owned"):
-            taken = cpu_seconds(steps[name])
-            if turn >= 2:
-                times[name].append(taken)
-    with CommCounter() as comm:
-        steps["owned"]()
-    medians = {name: statistics.median(taken) for name, taken in times.items()}
-    write_results({**medians, "collectives": comm.collectives})
-    dist.destroy_process_group()
+    bars = Bars("CPU time of a step, median rank", "milliseconds", values)
+    return Table(f"{args.ranks} ranks, {'batched' if args.batched else 'one by one'}", columns, rows, notes, [bars])
 
 
 def main() -> None:
@@ -76,18 +102,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384, help="matrices are width x width, and width x 2 width")
     parser.add_argument("--batched", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
+    add_output_arguments(parser)
     args = parser.parse_args()
     if is_rank():
         work(args)
         return
-    results = launch(args.ranks)
-    results.sort(key=lambda result: result["owned"] / result["plain"])
-    how = "batched" if args.batched else "one by one"
-    print(f"{args.matrices} matrices of width {args.width} on {args.ranks} ranks, {how}; CPU time of a rank's step")
-    for label, result in (("median rank", results[len(results) // 2]), ("worst rank", results[-1])):
-        owned, plain = result["owned"], result["plain"]
-        print(f"{label:12} owned {owned * 1e3:.2f} ms, plain {plain * 1e3:.2f} ms, ratio {owned / plain:.3f}")
-    print(f"collectives in an owned step, over all ranks: {sum(result['collectives'] for result in results)}")
+    shape = (
+        f"{args.matrices} matrices of width {args.width}, fp32, {args.rounds} rounds after 2 to warm up; CPU time of a "
+        f"rank's step, {MEDIAN}"
+    )
+    limits = "Ranks share cores and caches, which CPU time does not leave out."
+    report = Report(args, "The step over owned DTensors and over plain tensors", shape, limits)
+    report.add(table(args, launch(args.ranks)))
 
 
 if __name__ == "__main__":

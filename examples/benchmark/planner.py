@@ -1,20 +1,23 @@
 """How long planning takes, and how even plans of public models are.
 
 ``python examples/benchmark/planner.py time`` plans models of up to 100,000 parameters for up to 1,024 ranks, on
-one core, and prints CPU seconds and the memory of the process. ``... evenness`` prints the table of the README.
+one core, and prints CPU seconds and the memory of the process. ``... evenness`` prints how even plans are, and what
+is in the way of more.
 """
 
 import argparse
 import gc
 import os
-import platform
 import random
 import resource
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+from chart import Lines
+from report import Column, Report, Table, add_output_arguments
 
 from mfsdp.planning import ParameterSpec, Role, plan_specs
 from mfsdp.planning.catalogue import catalogue_specs, model_names
@@ -42,10 +45,10 @@ def model(parameters: int, distinct: bool) -> list[ParameterSpec]:
     return specs
 
 
-def seconds(specs: Sequence[ParameterSpec], ranks: int, repeats: int) -> float:
+def seconds(specs: Sequence[ParameterSpec], ranks: int, rounds: int) -> float:
     """The least CPU seconds of a few runs: what planning itself takes, whatever else the machine does."""
     found = []
-    for _ in range(repeats):
+    for _ in range(rounds):
         gc.collect()
         start = time.process_time()
         plan_specs(specs, ranks)
@@ -53,15 +56,25 @@ def seconds(specs: Sequence[ParameterSpec], ranks: int, repeats: int) -> float:
     return min(found)
 
 
-def times(largest: int, repeats: int) -> Iterator[str]:
-    """The rows of the table of times."""
-    yield "| parameters | shapes | " + " | ".join(f"{ranks:,} ranks" for ranks in RANKS) + " |"
-    yield "|---:|---|" + "---:|" * len(RANKS)
+def times(largest: int, rounds: int) -> Table:
+    """CPU seconds of planning, by number of parameters and ranks."""
+    rows: list[dict[str, Any]] = []
     for parameters in (number for number in PARAMETERS if number <= largest):
         for distinct in (False, True):
             specs = model(parameters, distinct)
-            cells = (f"{seconds(specs, ranks, repeats):.3f} s" for ranks in RANKS)
-            yield f"| {parameters:,} | {'all different' if distinct else '5'} | {' | '.join(cells)} |"
+            found = {f"{ranks} ranks": seconds(specs, ranks, rounds) for ranks in RANKS}
+            rows.append({"parameters": parameters, "shapes": "all different" if distinct else "5", **found})
+    again = seconds(specs, RANKS[-1], rounds)
+    columns = [
+        Column("parameters", "parameters", "{:,}".format),
+        Column("shapes", "shapes"),
+        *(Column(f"{ranks} ranks", f"{ranks:,} ranks", "{:.3f} s".format) for ranks in RANKS),
+    ]
+    series = {f"{row['parameters']:,}, {row['shapes']}": [row[f"{ranks} ranks"] for ranks in RANKS] for row in rows}
+    differ = abs(again / rows[-1][f"{RANKS[-1]} ranks"] - 1)
+    notes = [f"noise: two runs of the last cell differ by {differ:.1%}."]
+    chart = Lines("planning, by parameters and shapes", "CPU seconds", "ranks", RANKS, series, log=True, log_axis=True)
+    return Table("Planning", columns, rows, notes, [chart])
 
 
 def _limit(summary: Summary) -> str:
@@ -83,45 +96,73 @@ def _limit(summary: Summary) -> str:
     return "; ".join(found)
 
 
-def evenness(models: Sequence[str]) -> Iterator[str]:
-    """The rows of the table of plans."""
-    yield "| model | ranks | matrices | idle ranks | step | bytes | what is in the way |"
-    yield "|---|---:|---:|---:|---:|---:|---|"
+def evenness(models: Sequence[str]) -> Table:
+    """The fullest and the busiest rank over what no plan could be below, or nearly."""
+    rows: list[dict[str, Any]] = []
     for name in models:
         for ranks in RANKS:
             made = plan_specs(catalogue_specs(name), ranks)
             summary = Summary(made, MuonCost())
             loads = made.loads()
-            idle = sum(not load.matrices for load in loads)
             flops, nbytes = summary.ratios
-            yield (
-                f"| {name} | {ranks:,} | {sum(load.matrices for load in loads):,} | {idle} | {flops:.3f} | "
-                f"{nbytes:.3f} | {_limit(summary)} |"
+            rows.append(
+                {
+                    "model": name,
+                    "ranks": ranks,
+                    "matrices": sum(load.matrices for load in loads),
+                    "idle": sum(not load.matrices for load in loads),
+                    "step": flops,
+                    "bytes": nbytes,
+                    "limit": _limit(summary),
+                }
             )
+    columns = [
+        Column("model", "model"),
+        Column("ranks", "ranks", "{:,}".format),
+        Column("matrices", "matrices", "{:,}".format),
+        Column("idle", "idle ranks"),
+        Column("step", "step", "{:.3f}".format),
+        Column("bytes", "bytes", "{:.3f}".format),
+        Column("limit", "what is in the way"),
+    ]
+    charts = [
+        Lines(
+            f"{what}, over max(mean, largest item)",
+            "ratio",
+            "ranks",
+            RANKS,
+            {name: [row[what] for row in rows if row["model"] == name] for name in models},
+            log_axis=True,
+        )
+        for what in ("step", "bytes")
+    ]
+    return Table("Plans", columns, rows, ["no noise: planning is deterministic."], charts)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print one of the two tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("time", "evenness"))
     parser.add_argument("--largest", type=int, default=PARAMETERS[-1], help="most parameters to time")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=model_names(), default=model_names())
-    parsed = parser.parse_args(arguments)
-    if parsed.table == "evenness":
-        print("\n".join(evenness(parsed.models)))
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    if args.table == "evenness":
+        shape = "Muon in fp32; the fullest or busiest rank over max(mean of all ranks, largest item)"
+        limits = "The bounds that are named are proven; where none is, the ratio is 1.05 or less."
+        Report(args, "How even plans of public models are", shape, limits).add(evenness(args.models))
         return
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
+    shape = f"models of up to {args.largest:,} parameters; CPU seconds on one core, least of {args.rounds} runs"
+    report = Report(args, "How long planning takes", shape, "It is Python on one core; other load hardly shows.")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print("\n".join(times(parsed.largest, parsed.repeats)))
+    table = times(args.largest, args.rounds)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(
-        f"\nCPU seconds, least of {parsed.repeats}, one core of {platform.machine()}, Python "
-        f"{platform.python_version()}. Memory of the process: {after / 1024:.0f} MiB, of which "
-        f"{before / 1024:.0f} MiB before planning."
-    )
+    memory = f"memory of the process: {after / 1024:.0f} MiB, of which {before / 1024:.0f} MiB before planning."
+    report.add(replace(table, notes=[*table.notes, memory]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,11 +6,10 @@ Both shard the same GPT and take turns in one run, so that whatever else the mac
     python examples/benchmark/runtime.py --ranks 8 --nodes 8 --rate 1gbit     # emulated nodes (root)
     python examples/benchmark/runtime.py --ranks 8 --model two-matrices       # fewer matrices than ranks
 
-Time is the median over rounds of the slowest rank. Peak memory is what the CPU allocator handed out above
-its level at the start of a step, of the rank with most. Peak RSS is the largest resident set of a process
-above that before the model was made; for it each system runs once more, alone in its processes. Bytes are
-those that left the network interface (``lo``, shared by all ranks, on loopback: then the mean per rank),
-protocol headers included; beside them stands what the units' parameters take, unpadded.
+Peak memory is what the CPU allocator handed out above its level at the start of a step, of the rank with most. Peak
+resident set is the largest of a process above that before the model was made; for it each system runs once more, alone
+in its processes. Bytes are those at the network interface (``lo``, shared by all ranks, on loopback: then the mean per
+rank), protocol headers included.
 """
 
 import argparse
@@ -21,13 +20,18 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from allocations import peak_memory
-from launching import bytes_sent, is_rank, launch, slowest, write_results
+from chart import SUFFIX, Bars
+from launching import Wire, is_rank, launch, slowest, world, write_results
+from report import Column, Report, Table, add_output_arguments, factor, mib
+from systems import add_model_arguments, shape_of
+from timing import milliseconds, noise, ratio
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
@@ -39,6 +43,13 @@ from mfsdp.fsdp.param_group import OwnerParamGroup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpt import GPT
+
+SYSTEMS = ("fsdp2", "mfsdp")
+AGAIN = "mfsdp" + SUFFIX
+LIMITS = (
+    "All ranks share this machine's cores, so that waiting for the network overlaps with other ranks' arithmetic. On "
+    "gloo FSDP2's reduce_scatter_tensor sends as much as an all-reduce, which it does not on NCCL."
+)
 
 
 class TwoMatrices(nn.Module):
@@ -61,7 +72,8 @@ class Measured:
 
     seconds: list[float]
     peak_bytes: int = 0
-    sent_bytes: int = 0
+    sent_bytes: float = 0.0
+    received_bytes: float = 0.0
     peak_rss: int = 0
 
 
@@ -108,41 +120,39 @@ def forget_peak() -> None:
 
 def work(args: argparse.Namespace) -> None:
     """One rank: measure the systems in turn."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(args.threads)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    before_model = resident_set("VmRSS")
-    model = make(args)
-    models = {system: shard(copy.deepcopy(model), mesh, system) for system in args.systems}
-    del model
-    if args.gather != "rule" and "mfsdp" in models:
-        choose_gather(models["mfsdp"], args.gather)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
+    with world(args.threads) as mesh:
+        before_model = resident_set("VmRSS")
+        model = make(args)
+        models = {name: shard(copy.deepcopy(model), mesh, name.removesuffix(SUFFIX)) for name in args.systems}
+        del model
+        for name, sharded in models.items():
+            if args.gather != "rule" and name.startswith("mfsdp"):
+                choose_gather(sharded, args.gather)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
 
-    def step(system: str) -> None:
-        models[system](tokens[:, :-1], tokens[:, 1:]).backward()
+        def step(system: str) -> None:
+            models[system](tokens[:, :-1], tokens[:, 1:]).backward()
 
-    forget_peak()
-    measured = {system: Measured([]) for system in models}
-    for number in range(args.rounds + 1):  # the first is a warm-up
-        for system, result in measured.items():
-            dist.barrier()
-            before, start = bytes_sent(), time.perf_counter()
-            step(system)
-            dist.barrier()
-            if number:
-                result.seconds.append(time.perf_counter() - start)
-                result.sent_bytes = bytes_sent() - before
-            result.peak_rss = resident_set("VmHWM") - before_model
-            models[system].zero_grad()
-    if len(models) > 1:
-        for system, result in measured.items():
-            result.peak_bytes = peak_memory(lambda system=system: step(system))
-            models[system].zero_grad()
-    write_results({system: asdict(result) for system, result in measured.items()})
-    dist.barrier()
-    dist.destroy_process_group()
+        forget_peak()
+        measured = {system: Measured([]) for system in models}
+        for number in range(args.rounds + 1):  # the first is a warm-up
+            for system, result in measured.items():
+                dist.barrier()
+                before, start = Wire.now(), time.perf_counter()
+                step(system)
+                dist.barrier()
+                if number:
+                    result.seconds.append(time.perf_counter() - start)
+                    wire = Wire.now() - before
+                    result.sent_bytes, result.received_bytes = wire.sent, wire.received
+                result.peak_rss = resident_set("VmHWM") - before_model
+                models[system].zero_grad()
+        if len(models) > 1:
+            for system, result in measured.items():
+                result.peak_bytes = peak_memory(lambda system=system: step(system))
+                models[system].zero_grad()
+        write_results({system: asdict(result) for system, result in measured.items()})
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Measured]]:
@@ -153,7 +163,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Measured]]:
         return [{system: Measured(**numbers) for system, numbers in rank.items()} for rank in by_rank]
 
     together = run()
-    for system in args.systems:
+    for system in SYSTEMS:
         for rank, alone in zip(together, run("--systems", system, "--rounds", "1"), strict=True):
             rank[system].peak_rss = alone[system].peak_rss
     return together
@@ -171,29 +181,53 @@ def padded_bytes(args: argparse.Namespace) -> tuple[int, int]:
     return exact, sum(args.ranks * max(held.values()) for held in units.values())
 
 
-def report(args: argparse.Namespace, ranks: list[dict[str, Measured]]) -> None:
-    network = f"{args.nodes} emulated nodes, {args.rate}" if args.nodes else "loopback"
-    print(f"{args.model}, width {args.width}, {args.layers} layers, {args.ranks} ranks, {network}")
-    print(f"{'':<8}{'ms / step':>12}{'spread':>8}{'peak MiB':>12}{'peak RSS MiB':>14}{'MiB sent / rank':>18}")
-    rows = {}
-    for system in args.systems:
-        times = slowest(rank[system].seconds for rank in ranks)
-        seconds = statistics.median(times)
-        spread = (max(times) - min(times)) / seconds
-        peak = max(rank[system].peak_bytes for rank in ranks)
-        rss = max(rank[system].peak_rss for rank in ranks)
-        sent = statistics.mean(rank[system].sent_bytes for rank in ranks)
-        if not args.nodes:
-            sent /= args.ranks
-        rows[system] = (seconds, peak, rss, sent)
-        print(
-            f"{system:<8}{seconds * 1e3:>12.0f}{spread:>8.0%}{peak / 2**20:>12.1f}{rss / 2**20:>14.1f}"
-            f"{sent / 2**20:>18.1f}"
+def table(args: argparse.Namespace, by_rank: list[dict[str, Measured]]) -> Table:
+    rows: list[dict[str, Any]] = []
+    for system in by_rank[0]:
+        ranks = [rank[system] for rank in by_rank]
+        rows.append(
+            {
+                "system": system,
+                "seconds": slowest(rank.seconds for rank in ranks),
+                "peak": max(rank.peak_bytes for rank in ranks),
+                "rss": max(rank.peak_rss for rank in ranks) or None,  # of the second run there is none
+                "sent": statistics.mean(rank.sent_bytes for rank in ranks),
+                "received": statistics.mean(rank.received_bytes for rank in ranks),
+            }
         )
-    time_, peak_, rss_, sent_ = (o / t for o, t in zip(rows["mfsdp"], rows["fsdp2"], strict=True))
-    print(f"{'ratio':<8}{time_:>12.2f}{'':>8}{peak_:>12.2f}{rss_:>14.2f}{sent_:>18.2f}")
+    theirs = rows[0]
+    for row in rows:
+        row["seconds_ratio"] = ratio(row["seconds"], theirs["seconds"])
+        row |= {f"{key}_ratio": row[key] / theirs[key] for key in ("peak", "rss", "sent") if row[key]}
     exact, padded = padded_bytes(args)
-    print(f"owned units: {exact / 2**20:.1f} MiB; a gather that pads segments would move {padded / exact:.1f}x that")
+    notes = [
+        f"owned units: {mib(exact)}; a gather that pads segments would move {padded / exact:.1f}x that.",
+        noise("mfsdp", rows[1]["seconds"], rows[2]["seconds"]),
+    ]
+    charts = [
+        Bars(
+            "forward and backward",
+            "milliseconds",
+            {row["system"]: statistics.median(row["seconds"]) * 1e3 for row in rows},
+        ),
+        Bars("peak memory of it", "MiB", {row["system"]: row["peak"] / 2**20 for row in rows}),
+    ]
+    network = f"{args.nodes} emulated nodes, {args.rate}" if args.nodes else "loopback"
+    return Table(f"{args.ranks} ranks, {network}", COLUMNS, rows, notes, charts)
+
+
+COLUMNS = (
+    Column("system", ""),
+    Column("seconds", "time", milliseconds),
+    Column("seconds_ratio", "over fsdp2", factor),
+    Column("peak", "peak memory", mib),
+    Column("peak_ratio", "over fsdp2", factor),
+    Column("rss", "peak resident set", mib),
+    Column("rss_ratio", "over fsdp2", factor),
+    Column("sent", "sent by a rank", mib),
+    Column("sent_ratio", "over fsdp2", factor),
+    Column("received", "received", mib),
+)
 
 
 def arguments() -> argparse.Namespace:
@@ -202,21 +236,28 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=0, help="emulated nodes; 0 is loopback")
     parser.add_argument("--rate", default="1gbit", help="egress of an emulated node")
     parser.add_argument("--model", choices=["gpt", "two-matrices"], default="gpt")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--context", type=int, default=64)
+    add_model_arguments(parser)
+    parser.set_defaults(width=512)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     gathers = ["rule", "broadcast", "chain", "resplit"]
     parser.add_argument("--gather", choices=gathers, default="rule", help="how mfsdp gathers")
-    parser.add_argument("--systems", nargs="+", default=["fsdp2", "mfsdp"], help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--systems", nargs="+", default=[*SYSTEMS, AGAIN], help=argparse.SUPPRESS)  # of a rank
+    add_output_arguments(parser)
     return parser.parse_args()
 
 
-if __name__ == "__main__":
-    options = arguments()
+def main() -> None:
+    args = arguments()
     if is_rank():
-        work(options)
-    else:
-        report(options, measure(options))
+        work(args)
+        return
+    shape = shape_of(args)
+    if args.model != "gpt":
+        shape = f"one unit of two matrices, {shape.partition(', ')[2]}"
+    report = Report(args, "Forward and backward against FSDP2", shape, LIMITS)
+    report.add(table(args, measure(args)))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from baselines import AllToAllMuon, GatherOnceMuon, zero1_owner_muon
 from gpt import GPT
 from setups import Setup, matrix_names, with_fsdp2, with_mfsdp
+from timing import SLOWEST
 
 LR, OTHER_LR = 0.02, 3e-3
 
@@ -38,7 +39,7 @@ def shape_of(args: argparse.Namespace) -> str:
     """The model, the batch and the repeats, as a report states them."""
     return (
         f"GPT of {args.layers} blocks, width {args.width}, fp32, {args.batch} x {args.context} tokens a rank, "
-        f"{args.rounds} rounds after one to warm up; median of the slowest rank ± half of the quartiles' distance"
+        f"{args.rounds} rounds after one to warm up; {SLOWEST}"
     )
 
 

@@ -10,11 +10,13 @@ compared with ``fused``, which visits the tensors where they are, in one call.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from chart import SUFFIX, Bars
+from report import Column, Report, Table, add_output_arguments, factor
+from timing import MEDIAN, in_turns, milliseconds, noise, ratio
 from torch import nn
 
 from mfsdp.optim import AdamW
@@ -48,30 +50,46 @@ def flat_with_copies(tails: int, elements: int) -> Callable[[], object]:
     return step
 
 
+COLUMNS = (
+    Column("name", ""),
+    Column("times", "step", milliseconds),
+    Column("least", "least", lambda least: f"{least * 1e3:.3f} ms"),
+    Column("ratio", "over fused", factor),
+)
+
+
+def table(times: dict[str, list[float]]) -> Table:
+    rows = [
+        {"name": name, "times": taken, "least": min(taken), "ratio": ratio(taken, times["fused"])}
+        for name, taken in times.items()
+    ]
+    bars = Bars("a step", "milliseconds", {name: statistics.median(taken) * 1e3 for name, taken in times.items()})
+    return Table("Steps", COLUMNS, rows, [noise("fused", times["fused"], times["fused" + SUFFIX])], [bars])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tails", type=int, default=200)
     parser.add_argument("--elements", type=int, default=768)
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=50)
+    add_output_arguments(parser)
     args = parser.parse_args()
+    shape = (
+        f"{args.tails} tensors of {args.elements} elements, fp32, {torch.get_num_threads()} threads, "
+        f"{args.rounds} rounds after 3 to warm up; {MEDIAN}"
+    )
+    limits = "So small a step is mostly calls; other work on the machine shows in it."
+    report = Report(args, "AdamW over many small tensors", shape, limits)
     size = args.tails, args.elements
     ways = {
+        "fused": stepping(*size, fused=True),
         "one by one": stepping(*size, foreach=False),
         "foreach": stepping(*size, foreach=True),
-        "fused": stepping(*size, fused=True),
         "flat, with its copies": flat_with_copies(*size),
         "flat": stepping(1, args.tails * args.elements, fused=True),
+        "fused" + SUFFIX: stepping(*size, fused=True),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(args.repeats + 3):
-        for name, step in ways.items():
-            began = time.perf_counter()
-            step()
-            if turn >= 3:
-                times[name].append(time.perf_counter() - began)
-    print(f"{args.tails} tails of {args.elements} elements, {torch.get_num_threads()} threads")
-    for name, taken in times.items():
-        print(f"{name:22} {statistics.median(taken) * 1e3:7.3f} ms, least {min(taken) * 1e3:7.3f} ms")
+    report.add(table(in_turns(ways, args.rounds, warm_up=3)))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+
+MEDIAN = "median ± half of the distance between the quartiles"
+SLOWEST = f"of the slowest rank, {MEDIAN}"
 
 
 def spread(times: Sequence[float]) -> float:
@@ -46,8 +49,44 @@ def own_time(call: Callable[[], object]) -> float:
     return seconds(call)
 
 
+def until_all(call: Callable[[], object]) -> float:
+    """Seconds until all ranks have done a call that they start together."""
+
+    def run() -> None:
+        call()
+        dist.barrier()
+
+    return own_time(run)
+
+
 def seconds(call: Callable[[], object]) -> float:
     """Seconds that a call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 1,
+    clock: Callable[[Callable[[], object]], float] = seconds,
+) -> dict[str, list[float]]:
+    """Times of each call by round.
+
+    In a round each is called once, every other round in the opposite order, so that other load on the machine hits all
+    alike.
+
+    Args:
+        calls: by name.
+        rounds: how often each is timed.
+        warm_up: rounds before those.
+        clock: what times a call.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(warm_up + rounds):
+        for name in list(calls)[:: 1 if number % 2 else -1]:
+            taken = clock(calls[name])
+            if number >= warm_up:
+                times[name].append(taken)
+    return times
