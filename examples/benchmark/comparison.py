@@ -46,7 +46,7 @@ class Measured:
         collectives: of one optimizer step.
         given: bytes that this rank handed to them.
         got: bytes that it got from them.
-        wire_sent, wire_received: bytes at the interface during a step, this rank's share.
+        wire_sent, wire_received: bytes at the interface during a step, this rank's share, by round.
     """
 
     backward: list[float] = field(default_factory=list)
@@ -55,8 +55,8 @@ class Measured:
     collectives: int = 0
     given: int = 0
     got: int = 0
-    wire_sent: float = 0.0
-    wire_received: float = 0.0
+    wire_sent: list[float] = field(default_factory=list)
+    wire_received: list[float] = field(default_factory=list)
 
 
 def add_comparison_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
@@ -100,7 +100,8 @@ def _train(setup: Setup, tokens: Tensor, targets: Tensor, measured: Measured, wa
     else:
         measured.backward.append(middle - start)
         measured.step.append(end - middle)
-        measured.wire_sent, measured.wire_received = wire.sent, wire.received
+        measured.wire_sent.append(wire.sent)
+        measured.wire_received.append(wire.received)
     measured.losses.append(loss.item())
     for optimizer in setup.optimizers:
         optimizer.zero_grad()
@@ -108,7 +109,11 @@ def _train(setup: Setup, tokens: Tensor, targets: Tensor, measured: Measured, wa
 
 @dataclass(frozen=True)
 class Result:
-    """One system's numbers over all ranks; as :class:`Measured`, with ``whole`` for the seconds of a training step."""
+    """One system's numbers over all ranks.
+
+    As :class:`Measured`, with ``whole`` for the seconds of a training step; of the bytes at the interface, the mean of
+    the ranks in the round in which it is least: other programs use it, too.
+    """
 
     system: str
     step: list[float]
@@ -132,8 +137,10 @@ class Result:
             most.collectives,
             most.given,
             most.got,
-            statistics.mean(rank.wire_sent for rank in ranks),
-            statistics.mean(rank.wire_received for rank in ranks),
+            *(
+                min(statistics.mean(together) for together in zip(*by_round, strict=True))
+                for by_round in ([rank.wire_sent for rank in ranks], [rank.wire_received for rank in ranks])
+            ),
         )
 
 

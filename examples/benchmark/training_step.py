@@ -3,7 +3,8 @@
     python examples/benchmark/training_step.py --ranks 2 4 8
 
 Step time, collectives, and bytes per rank: those handed to the process group and got from it by the rank with most, and
-those at the loopback interface, which all ranks share, as the mean per rank, headers and barriers included.
+those at the loopback interface, which all ranks share, as the mean per rank, with headers, barriers, and whatever
+other programs send over it meanwhile (of all rounds the one with least is taken).
 For ranks with a network between them see cluster.py.
 """
 
