@@ -3,8 +3,8 @@
 import copy
 import math
 import pickle
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -184,37 +184,62 @@ def _updates(batched: bool, dtype: torch.dtype, ns_dtype: torch.dtype) -> list[T
     return [param.detach() - old for param, old in zip(params, before, strict=True)]
 
 
-@pytest.mark.parametrize("variant", [{}, {"momentum_style": "heavy_ball", "cautious": True}, {"nesterov": False}])
-def test_compiled_is_eager_with_few_compilations(variant: dict[str, Any]) -> None:
-    """Ten shapes, wide and tall, one of them a stack, and a learning rate and a momentum that change."""
-    torch._dynamo.reset()
-    graphs = []
+@pytest.fixture
+def graphs() -> Iterator[list[torch.fx.GraphModule]]:
+    """What is compiled, which then runs as it is rather than by generated code."""
+    compiled: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
+        compiled.append(graph)
         return graph.forward
 
-    @cache
-    def compiled(function: Callable[..., None]) -> Callable[..., None]:
-        return torch.compile(function, dynamic=True, backend=backend, fullgraph=True)
+    torch._dynamo.reset()
+    elementwise._compiled.cache_clear()
+    with mock.patch.object(elementwise.torch, "compile", partial(torch.compile, backend=backend, fullgraph=True)):
+        yield compiled
+    elementwise._compiled.cache_clear()
 
+
+def assert_compiled_is_eager(
+    dtype: torch.dtype = torch.float64, ns_dtype: torch.dtype = torch.float64, steps: int = 6, **variant: Any
+) -> None:
+    """Ten shapes, wide and tall, one of them a stack, and a learning rate and a momentum that change."""
     shapes = [(6, 6), (9, 4), (5, 11), (6, 6), (8, 8), (7, 3), (9, 4), (10, 12), (3, 5), (4, 2)]
-    params = {compiling: parameters([*shapes, (9, 7)]) for compiling in (True, False)}
-    with mock.patch.object(elementwise, "_compiled", compiled):
-        for compiling, (*matrices, fused) in params.items():
-            groups = [{"params": matrices}, {"params": [fused], "split": EqualBlocks(3)}]
-            optimizer = Muon(groups, **DOUBLE, compile=compiling, batched=True, **variant)
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-            for step in range(6):
-                for param, grad in zip(params[compiling], gradients(params[compiling], step), strict=True):
-                    param.grad = grad
-                for group in optimizer.param_groups:
-                    group["momentum"] = 0.95 - 0.01 * step
-                optimizer.step()
-                schedule.step()
+    params = {compiling: parameters([*shapes, (9, 7)], dtype) for compiling in (True, False)}
+    for compiling, (*matrices, fused) in params.items():
+        groups = [{"params": matrices}, {"params": [fused], "split": EqualBlocks(3)}]
+        optimizer = Muon(groups, ns_dtype=ns_dtype, compile=compiling, batched=True, **variant)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        for step in range(steps):
+            for param, grad in zip(params[compiling], gradients(params[compiling], step), strict=True):
+                param.grad = grad
+            for group in optimizer.param_groups:
+                group["momentum"] = 0.95 - 0.01 * step
+            optimizer.step()
+            schedule.step()
+    tolerance = 1e-10 if ns_dtype is torch.float64 is dtype else 2e-2
     for a, b in zip(params[True], params[False], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("variant", [{}, {"momentum_style": "heavy_ball", "cautious": True}, {"nesterov": False}])
+def test_compiled_is_eager_with_few_compilations(graphs: list[torch.fx.GraphModule], variant: dict[str, Any]) -> None:
+    assert_compiled_is_eager(**variant)
     assert 2 <= len(graphs) <= 6
+
+
+def test_more_variants_in_a_process_than_dynamo_compiles_of_one_function(graphs: list[torch.fx.GraphModule]) -> None:
+    """Past the limit this would raise here, and run uncompiled elsewhere."""
+    variants = [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
+    variants += [(torch.float64, torch.float16), (torch.bfloat16, torch.bfloat16)]
+    with torch._dynamo.config.patch(recompile_limit=len(variants) - 1):
+        for dtype, ns_dtype in variants:
+            before = len(graphs)
+            assert_compiled_is_eager(dtype, ns_dtype, steps=2)
+            assert 2 <= len(graphs) - before <= 6
+        before = len(graphs)
+        assert_compiled_is_eager(*variants[0], steps=2)
+        assert len(graphs) == before
 
 
 SPLITS: list[tuple[tuple[int, ...], Any, Callable[[Tensor], list[Tensor]]]] = [

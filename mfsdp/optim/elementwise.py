@@ -36,8 +36,7 @@ class Average:
     def into(self, out: Tensor, grad: Tensor, buffer: Tensor, workspace: Workspace) -> None:
         """Average ``grad`` into ``buffer``, and write the direction to go to ``out``, in the dtype that it has."""
         if self.compiled:
-            factor = _on_device(self.momentum, grad)
-            _compiled(_average)(*_flat(out, grad, buffer), factor, self.nesterov, self.heavy_ball)
+            _run(_average, (out, grad, buffer), (_on_device(self.momentum, grad),), (self.nesterov, self.heavy_ball))
             return
         if self.heavy_ball:
             buffer.mul_(self.momentum).add_(grad)
@@ -76,8 +75,8 @@ class Step:
         """Step ``param`` by ``lr * adjustment`` against ``update``."""
         decay, scaled_lr = self.lr * self.weight_decay, self.lr * adjustment
         if self.compiled:
-            decay, scaled_lr = _on_device(decay, param), _on_device(scaled_lr, param)
-            _compiled(_step)(*_flat(param, update), decay, scaled_lr, self.cautious)
+            rates = _on_device(decay, param), _on_device(scaled_lr, param)
+            _run(_step, (param, update), rates, (self.cautious,))
             return
         if self.cautious:
             param.sub_(param * (param * update >= 0) * decay)
@@ -101,10 +100,27 @@ def _step(param: Tensor, update: Tensor, decay: Tensor, scaled_lr: Tensor, cauti
     param.copy_(kept - update * scaled_lr)
 
 
+def _run(
+    function: Callable[..., None], tensors: tuple[Tensor, ...], numbers: tuple[Tensor, ...], choices: tuple[bool, ...]
+) -> None:
+    """Call ``function(*tensors, *numbers, *choices)`` compiled."""
+    tensors = _flat(*tensors)
+    layout = tuple((t.dtype, tuple(stride == 1 for stride in t.stride())) for t in (*tensors, *numbers))
+    _compiled(function, (tensors[0].device.type, *layout, *choices))(*tensors, *numbers, *choices)
+
+
 @cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """One compiled function for all shapes; what changes from step to step is a tensor, so that it is no part of it."""
-    return torch.compile(function, dynamic=True)
+def _compiled(function: Callable[..., None], variant: tuple[Any, ...]) -> Callable[..., None]:
+    """One compiled function for each variant, whatever the shapes; what changes from step to step is a tensor.
+
+    Each is compiled and counted by itself, for otherwise all would share the number of compilations that
+    ``torch._dynamo.config.recompile_limit`` allows for a function in a process, which there are more variants than.
+
+    Args:
+        function: one of those above.
+        variant: what its compiled code depends on.
+    """
+    return torch.compile(function, dynamic=True, isolate_recompiles=True)
 
 
 def _on_device(value: Any, like: Tensor) -> Tensor:
@@ -118,4 +134,4 @@ def _flat(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors of one shape ``(k, m, n)`` with as few dimensions as will do, so that there is less to compile for."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return tuple(tensor.view(-1) for tensor in tensors)
-    return tuple(tensor[0] for tensor in tensors) if len(tensors[0]) == 1 else tensors
+    return tuple(tensor.squeeze() for tensor in tensors)
