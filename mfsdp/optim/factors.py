@@ -4,10 +4,12 @@ A factor is ``(k, d, d)``: one symmetric matrix for each of ``k`` logical matric
 non-finite decomposition is told by returning None, so that the caller keeps what it had.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-__all__ = ["inverse_root", "refined_basis", "starting_basis", "update_factor"]
+__all__ = ["RefinedBasis", "inverse_root", "refined_basis", "starting_basis", "update_factor"]
 
 
 def update_factor(factor: Tensor, grad: Tensor, side: int, beta: float) -> Tensor:
@@ -40,17 +42,30 @@ def inverse_root(factor: Tensor, exponent: float, eps: float) -> Tensor | None:
 
 
 def starting_basis(factor: Tensor) -> Tensor | None:
-    """The eigenvectors of ``factor``, as columns."""
+    """The eigenvectors of ``factor``, as columns, by falling eigenvalues."""
     decomposed = _eigh(factor)
-    return None if decomposed is None else decomposed[1]
+    return None if decomposed is None else decomposed[1].flip(-1)
 
 
-def refined_basis(factor: Tensor, basis: Tensor) -> Tensor | None:
-    """One step of orthogonal iteration: ``basis`` brought closer to the eigenvectors of ``factor``."""
+class RefinedBasis(NamedTuple):
+    """A basis ``(k, d, d)``, and where its columns were before: ``(k, d)``."""
+
+    basis: Tensor
+    order: Tensor
+
+
+def refined_basis(factor: Tensor, basis: Tensor) -> RefinedBasis | None:
+    """One step of orthogonal iteration: ``basis`` brought closer to the eigenvectors of ``factor``.
+
+    Its columns are first sorted by falling ``diag(basis^T factor basis)``, the estimates of their eigenvalues.
+    """
+    multiplied = factor @ basis
+    order = (basis * multiplied).sum(dim=-2).argsort(dim=-1, descending=True, stable=True)
     try:
-        return _if_finite(torch.linalg.qr(factor @ basis).Q)
+        found = _if_finite(torch.linalg.qr(multiplied.take_along_dim(order.unsqueeze(-2), dim=-1)).Q)
     except torch.linalg.LinAlgError:
         return None
+    return None if found is None else RefinedBasis(found, order)
 
 
 def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:

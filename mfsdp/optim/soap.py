@@ -25,10 +25,14 @@ class SOAP(PreconditionedOptimizer):
         L <- beta2 * L + (1 - beta2) * G G^T,   R <- beta2 * R + (1 - beta2) * G^T G
         every ``precondition_frequency`` steps:  P <- orthonormal factor of qr(L P), Q <- that of qr(R Q)
 
-    In the first step ``L`` and ``R`` are updated first, and ``P`` and ``Q`` are their eigenvectors.
+    The first gradient only makes ``L`` and ``R``, and ``P`` and ``Q`` of their eigenvectors: it moves nothing, since
+    in its own eigenbasis it says nothing of the variance of others; ``t`` counts the steps after it. The columns of
+    ``P`` and ``Q`` are in the order of falling eigenvalues, which orthogonal iteration converges to: in another it
+    would turn a direction of small gradients, whose ``V`` is small, into one of large ones. Before ``P`` is
+    refined its columns are sorted by ``diag(P^T L P)``, and the rows of ``V`` with them; likewise ``Q``.
 
     Source: Vyas et al., "SOAP: improving and stabilizing Shampoo using Adam", arXiv 2409.11321, algorithms 3
-    and 4, with Adam's bias correction.
+    and 4, with Adam's bias correction; the first step and the order of columns as its authors' code has them.
 
     Args:
         params: parameters, named parameters or groups of them; any option may be given per group. Each is 2-D
@@ -63,12 +67,22 @@ class SOAP(PreconditionedOptimizer):
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     def _step_block(self, group: dict[str, Any], block: Block, step: int) -> None:
-        beta1, beta2 = group["betas"]
+        beta2 = group["betas"][1]
         if step == 1:
             self._update_factors(block, beta2)
             for side, factor in block.factors.items():
                 block.bases[side].copy_(torch.eye(factor.size(-1), dtype=factor.dtype))
                 self._replace_base(block, side, starting_basis(factor))
+            return
+        self._move(group, block, step - 1)
+        self._update_factors(block, beta2)
+        if (step - 1) % group["precondition_frequency"] == 0:
+            for side, factor in block.factors.items():
+                self._refine(block, side, factor)
+
+    def _move(self, group: dict[str, Any], block: Block, step: int) -> None:
+        """Adam's step in the bases, the ``step``-th."""
+        beta1, beta2 = group["betas"]
         average, square = block.moments["exp_avg"], block.moments["exp_avg_sq"]
         average.lerp_(block.grad.to(average.dtype), 1 - beta1)
         rotated = _into_bases(block, block.grad)
@@ -77,11 +91,15 @@ class SOAP(PreconditionedOptimizer):
         direction = numerator / ((square.to(rotated.dtype) / (1 - beta2**step)).sqrt() + group["eps"])
         decay(group, block)
         block.param.sub_(group["lr"] * _out_of_bases(block, direction))
-        if step > 1:
-            self._update_factors(block, beta2)
-            if step % group["precondition_frequency"] == 0:
-                for side, factor in block.factors.items():
-                    self._replace_base(block, side, refined_basis(factor, block.bases[side]))
+
+    def _refine(self, block: Block, side: int, factor: Tensor) -> None:
+        """Bring a basis closer to the eigenvectors, and ``V`` into the order of its columns."""
+        found = refined_basis(factor, block.bases[side])
+        self._replace_base(block, side, None if found is None else found.basis)
+        if found is not None:
+            square = block.moments["exp_avg_sq"]
+            order = found.order.unsqueeze(-1 if side == 0 else -2)
+            square.copy_(square.take_along_dim(order, dim=-2 if side == 0 else -1))
 
 
 def _into_bases(block: Block, matrix: Tensor) -> Tensor:
