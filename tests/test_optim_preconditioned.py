@@ -68,7 +68,7 @@ def soap(w: Tensor, steps: int, frequency: int, one_sided: bool = False) -> Tens
 
     As in its authors' code the first gradient makes the bases only, and columns are sorted before a refinement.
     """
-    m, n = w.shape
+    n = w.size(1)
     beta1, beta2 = 0.9, 0.95
     average, square = torch.zeros_like(w), torch.zeros_like(w)
     g = gradient(w, 1)

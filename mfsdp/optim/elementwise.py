@@ -120,7 +120,8 @@ def _compiled(function: Callable[..., None], variant: tuple[Any, ...]) -> Callab
         function: one of those above.
         variant: what its compiled code depends on.
     """
-    return torch.compile(function, dynamic=True, isolate_recompiles=True)
+    # torch's overloads have not got the argument
+    return torch.compile(function, dynamic=True, isolate_recompiles=True)  # type: ignore[call-overload]
 
 
 def _on_device(value: Any, like: Tensor) -> Tensor:
