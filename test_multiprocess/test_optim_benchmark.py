@@ -44,6 +44,7 @@ def test_owner_placements_are_timed_against_none(tmp_path: Path) -> None:
     names = [[row["name"] for row in table["rows"]] for table in tables]
     assert names == [
         ["owned DTensors", "plain tensors", "plain tensors (again)"],
+        ["skipped ops", "ops on ordinary DTensors", "ops on ordinary DTensors (again)"],
         ["mfsdp imported", "not imported", "not imported (again)"],
     ]
     assert all(table["rows"][1]["ratio"] == 1 for table in tables)

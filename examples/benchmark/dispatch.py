@@ -2,10 +2,12 @@
 
     python examples/benchmark/dispatch.py --ranks 8
 
-Two comparisons, each with both sides in turns in one run:
+Three comparisons, each with both sides in turns in one run:
 
 - a step of unmodified ``torch.optim.Muon`` over 48 owned DTensors spread over all ranks, against the same optimizer
   over each rank's own matrices as plain tensors; time of the slowest rank;
+- what of that is skipping: the same optimizer over the matrices that a rank does not own, whose ops it skips, against
+  as many ordinary (replicated) DTensors of 8 x 8, on which it computes next to nothing; CPU time;
 - dispatch of ops on DTensors without an owner, in a process that has imported mfsdp against one that has not; CPU time.
 
 The second run of the plain side shows the noise.
@@ -31,6 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 MATRICES = 48
 OWNED, PLAIN = "owned DTensors", "plain tensors"
+SKIPPED, ORDINARY = "skipped ops", "ops on ordinary DTensors"
 WITH, WITHOUT = "mfsdp imported", "not imported"
 
 
@@ -67,6 +70,36 @@ def muon_steps(mesh: DeviceMesh, sizes: list[int], rounds: int) -> dict[str, lis
     )
 
 
+def skipped_steps(mesh: DeviceMesh, sizes: list[int], rounds: int) -> dict[str, list[float]]:
+    """CPU times of the step over matrices that another rank owns, and over as many small ordinary DTensors."""
+    import mfsdp
+
+    placement = mfsdp.OwnerShard((mesh.get_local_rank() + 1) % mesh.size())
+    others, ordinary = [], []
+    for tensor in matrices(sizes):
+        small = torch.randn(8, 8)
+        for placed, source, to in ((others, tensor, placement), (ordinary, small, Replicate())):
+            parameter = nn.Parameter(mfsdp.distribute_tensor(source, mesh, [to], src_data_rank=None))
+            parameter.grad = mfsdp.distribute_tensor(source.clone(), mesh, [to], src_data_rank=None)
+            placed.append(parameter)
+    return in_turns(
+        {
+            SKIPPED: torch.optim.Muon(others, lr=1e-3).step,
+            ORDINARY: torch.optim.Muon(ordinary, lr=1e-3).step,
+            ORDINARY + SUFFIX: torch.optim.Muon(ordinary, lr=1e-3).step,
+        },
+        rounds,
+        clock=cpu_time,
+    )
+
+
+def cpu_time(call: Callable[[], object]) -> float:
+    """Seconds of this process's CPU that a call takes."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
 def ordinary_ops(connection: Connection, with_mfsdp: bool) -> None:
     """A process that times ops on DTensors without an owner each time it is asked to, in CPU seconds."""
     import torch.testing._internal.distributed.fake_pg  # a process group of one process that plays two
@@ -80,15 +113,17 @@ def ordinary_ops(connection: Connection, with_mfsdp: bool) -> None:
     sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
     replicated = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
     others = [DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False) for _ in range(8)]
-    while connection.recv():
-        start = time.process_time()
+
+    def ops() -> None:
         for _ in range(300):
             (sharded + sharded).mul_(2)
             sharded @ replicated
             replicated.t().sum(0)
             torch._foreach_add_(others, 1.0)
             sharded.to(torch.bfloat16)
-        connection.send(time.process_time() - start)
+
+    while connection.recv():
+        connection.send(cpu_time(ops))
 
 
 def ordinary(rounds: int) -> dict[str, list[float]]:
@@ -146,12 +181,15 @@ def main() -> None:
     args = parser.parse_args()
     if is_rank():
         with world() as mesh:
-            write_results(muon_steps(mesh, args.sizes, args.rounds))
+            skipped = skipped_steps(mesh, args.sizes, args.rounds)
+            write_results({"step": muon_steps(mesh, args.sizes, args.rounds), "skipped": skipped})
         return
     shape = f"{MATRICES} matrices of sides {args.sizes}, fp32, {args.rounds} rounds after one to warm up; {MEDIAN}"
     limits = "Ranks share cores; a difference of a percent or two is within what the same process varies by."
     report = Report(args, "What owner placements cost the CPU", shape, limits)
-    report.add(table(f"A step of torch.optim.Muon, {args.ranks} ranks", launch(args.ranks)[0]))
+    measured = launch(args.ranks)[0]
+    report.add(table(f"A step of torch.optim.Muon, {args.ranks} ranks", measured["step"]))
+    report.add(table(f"A step over {MATRICES} matrices of other ranks", measured["skipped"]))
     report.add(table("Ops on DTensors without an owner", ordinary(3 * args.rounds)))
 
 
