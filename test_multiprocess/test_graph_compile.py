@@ -103,10 +103,10 @@ def test_full_parameters_are_gathered_again_and_not_saved(mesh: DeviceMesh) -> N
     loss_of(torch.compile(model, fullgraph=True, backend=capture.backend), 0).backward()
     (forward,), (backward,) = capture.forward, capture.backward
     sizes = {unit: sum(e.numel for e in plan.entries.values() if e.unit == unit) for unit in ("", "layers.0")}
-    gathered = [node.args[2] for node in calls(forward, GATHER)]
+    gathered = [sum(node.args[4]) for node in calls(forward, GATHER)]
     assert gathered == [sizes[""], *[sizes["layers.0"]] * 3]
     # the root's parameters are not gathered a second time for backward: at its start they are needed at once
-    again = [node.args[2] for node in calls(backward, GATHER)]
+    again = [sum(node.args[4]) for node in calls(backward, GATHER)]
     assert sorted(again) == sorted(gathered)
     assert len(calls(backward, REDUCE)) == 4
     (output,) = forward.graph.find_nodes(op="output")
@@ -114,10 +114,10 @@ def test_full_parameters_are_gathered_again_and_not_saved(mesh: DeviceMesh) -> N
 
 
 def from_gather(node: fx.Node) -> bool:
-    """Whether ``node`` is a full tensor, or a view of one."""
+    """Whether ``node`` is a full tensor, a view of one, or a copy of what this rank owns."""
     while node.target in VIEWS:
         node = node.all_input_nodes[0]
-    return node.target is GATHER
+    return node.target in (GATHER, torch.ops.mfsdp.own.default)
 
 
 @on_ranks(2, timeout=240)
@@ -183,7 +183,7 @@ def test_features(mesh: DeviceMesh, case: str) -> None:
 
 
 @on_ranks(2, timeout=240)
-def test_lengths_and_learning_rates_do_not_recompile(mesh: DeviceMesh) -> None:
+def test_shapes_and_learning_rates_do_not_recompile(mesh: DeviceMesh) -> None:
     torch._dynamo.reset()
     compiled, reference = same_model(), same_model()
     shard_graph(compiled, mesh)
@@ -209,8 +209,8 @@ def test_lengths_and_learning_rates_do_not_recompile(mesh: DeviceMesh) -> None:
         run = mfsdp.compile_step(step, backend=counter) if module is compiled else step
         seen = []
         for number in range(50):
-            tokens = batch_of(number, length=(5, 9)[number % 2])
-            torch._dynamo.mark_dynamic(tokens, 1)
+            tokens = batch_of(number, length=(5, 9)[number % 2], size=3 + number % 3)
+            torch._dynamo.mark_dynamic(tokens, (0, 1))
             seen.append(mean_over_ranks(run(tokens)))
             optimizer.zero_grad()
             schedule.step()
@@ -266,9 +266,9 @@ def communicates(node: fx.Node) -> bool:
     return ("mfsdp" in name or "c10d" in name) and "wait_tensor" not in name
 
 
-def batch_of(number: int, length: int = 6) -> Tensor:
+def batch_of(number: int, length: int = 6, size: int = 4) -> Tensor:
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-    return torch.randint(VOCABULARY, (4, length), generator=generator)
+    return torch.randint(VOCABULARY, (size, length), generator=generator)
 
 
 def loss_of_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -353,11 +353,13 @@ def collectives(code: str) -> list[str]:
     found = []
     for line in code.splitlines():
         start = re.match(r"\s*(buf\d+) = torch\.ops\.mfsdp\.(gather|reduce)_unit\.default\(", line)
-        wait = re.match(r"\s*torch\.ops\._c10d_functional\.wait_tensor\.default\((buf\d+)\)", line)
-        if start:
-            started[start[1]] = f"{start[2]} {numbers[start[2]]}"
-            numbers[start[2]] += 1
-            found.append(started[start[1]])
+        in_place = re.match(r"\s*torch\.ops\.mfsdp\.reduce_packed_\.default\((buf\d+)", line)
+        wait = re.match(r"\s*torch\.ops\._c10d_functional\.wait_tensor\.default\(\D*(buf\d+)", line)
+        if start or in_place:
+            buffer, kind = (start[1], start[2]) if start else (in_place[1], "reduce")
+            started[buffer] = f"{kind} {numbers[kind]}"
+            numbers[kind] += 1
+            found.append(started[buffer])
         elif wait:
             found.append(f"wait {started[wait[1]]}")
     return found

@@ -381,10 +381,11 @@ def test_full_parameters_are_not_kept_from_forward_to_backward(mesh: DeviceMesh)
         model = same_model()
         shard_graph(model, mesh, reshard_after_forward=reshard)
         full: list[int] = []
-        for module in (model.layers[0].up, model.layers[2].up, model.head):
-            module.register_forward_hook(
-                lambda module, *_, seen=full: seen.append(module.weight.untyped_storage()._weak_ref())
-            )
+        for module in (layer.get_submodule(name) for layer in model.layers for name in ("up", "down")):
+            if not is_local(module.weight):
+                module.register_forward_hook(
+                    lambda module, *_, seen=full: seen.append(module.weight.untyped_storage()._weak_ref())
+                )
         loss = loss_of(model, 0)
         dist.barrier()  # what gloo's threads still held, they have let go
         assert [torch.UntypedStorage._expired(reference) for reference in full] == [reshard] * 3
@@ -394,6 +395,46 @@ def test_full_parameters_are_not_kept_from_forward_to_backward(mesh: DeviceMesh)
         assert all(torch.UntypedStorage._expired(reference) for reference in full)
         for reference in full:
             torch.UntypedStorage._free_weak_ref(reference)
+
+
+@on_ranks(2)
+def test_a_full_parameter_is_the_owners_sharded_one(mesh: DeviceMesh) -> None:
+    for dtype in (None, torch.bfloat16):
+        model = same_model()
+        shard_graph(model, mesh, mp_policy=MixedPrecisionPolicy(dtype))
+        seen = []
+        for module in (layer.get_submodule(name) for layer in model.layers for name in ("up", "down")):
+            if is_local(module.weight):
+                held = local_tensor(module.weight).data_ptr()
+                module.register_forward_hook(
+                    lambda module, *_, held=held: seen.append(module.weight.data_ptr() == held)  # noqa: B023
+                )
+        loss_of(model, 0)
+        assert seen == [dtype is None] * 3
+
+
+class Wide(nn.Module):
+    """Its matrices are large enough to be sent one by one, from where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(300)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+@on_ranks(2)
+def test_large_parameters_travel_by_themselves(mesh: DeviceMesh) -> None:
+    graph, hooks = both(mesh, Wide)
+    x = torch.ones(2, 300) + dist.get_rank()
+    with CommCounter() as comm:
+        loss = graph(x).square().mean()
+    whole_numel = sum(parameter.numel() for parameter in graph.parameters())
+    assert comm.by_kind["broadcast"].bytes == 4 * whole_numel
+    assert comm.by_kind["broadcast"].calls > len({p.placements[0].owner for p in graph.parameters()})
+    del loss
+    assert_same_backward(graph, hooks, lambda model: model(x).square().mean())
 
 
 @on_ranks(2, 3)

@@ -32,6 +32,7 @@ def gathered(spec: UnitSpec, locals_: Sequence[Tensor], what: str) -> Tensor:
         spec.numel,
         spec.gather_roots,
         spec.gather_sizes,
+        spec.here,
         spec.compute,
         spec.group_name,
     )
@@ -47,14 +48,16 @@ def _complete(tensor: Tensor, what: str) -> Tensor:
         raise failure(what, error) from error
 
 
-def parameters_in(flat: Tensor, spec: UnitSpec) -> tuple[Tensor, ...]:
-    """The parameters as views of the full tensor."""
+def parameters_in(flat: Tensor, spec: UnitSpec, locals_: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The parameters: views of the full tensor, and of what this rank holds where that is all of one."""
     found = []
-    start = 0
-    for shape in spec.shapes:
-        size = _numel(shape)
-        found.append(flat[start : start + size].view(shape))
-        start += size
+    for start, shape, local in zip(spec.starts, spec.shapes, locals_, strict=True):
+        if start >= 0:
+            found.append(flat[start : start + _numel(shape)].view(shape))
+        elif torch.compiler.is_compiling():
+            found.append(torch.ops.mfsdp.own(local, flat))
+        else:
+            found.append(local.detach())
     return tuple(found)
 
 
@@ -117,7 +120,9 @@ class GatherParameters(torch.autograd.Function):
         ctx.saved = saved
         ctx.set_materialize_grads(False)
         flat = gathered(spec, locals_, f"gather of unit {unit}")
-        return parameters_in(flat, spec)
+        if saved is not None:
+            saved.watch(flat, [local for local, start in zip(locals_, spec.starts, strict=True) if start < 0])
+        return parameters_in(flat, spec, locals_)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

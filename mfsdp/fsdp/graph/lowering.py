@@ -1,30 +1,59 @@
 """How Inductor generates code for the operators of graph style: as it does for torch's own collectives.
 
 As collectives they keep their order, which must be the same on all ranks, and their buffers are not used for anything
-else until they are waited for.
+else until they are waited for. A reduction's buffer is one of the graph's, so that Inductor knows what it takes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._inductor.ir import TensorBox, _CollectiveKernel
+from torch._inductor import ir
 from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, lowerings, register_lowering
 
+from mfsdp.fsdp.graph import ops
+
 __all__ = ["register_lowerings"]
+
+mfsdp = torch.ops.mfsdp
 
 
 def register_lowerings() -> None:
     """Tell Inductor, once."""
-    for op in (torch.ops.mfsdp.gather_unit.default, torch.ops.mfsdp.reduce_unit.default):
-        if op not in lowerings:
-            _register(op)
+    if mfsdp.gather_unit.default in lowerings:
+        return
+    for op, lower in ((mfsdp.gather_unit.default, _gather), (mfsdp.reduce_unit.default, _reduce)):
+        add_layout_constraint(op, constrain_to_fx_strides)
+        register_lowering(op, type_promotion_kind=None)(lower)
 
 
-def _register(op: torch._ops.OpOverload) -> None:
-    add_layout_constraint(op, constrain_to_fx_strides)
+def _gather(locals_: list[Any], *numbers: Any) -> Any:
+    return _out_of_place(mfsdp.gather_unit.default, locals_, *numbers)
 
-    @register_lowering(op, type_promotion_kind=None)
-    def lower(tensors: list[Any], *numbers: Any) -> Any:
-        result = _CollectiveKernel.create_out_of_place(op, tensors, *numbers)
-        assert isinstance(result, _CollectiveKernel)  # one output
-        return TensorBox.create(result)
+
+def _out_of_place(op: torch._ops.OpOverload, tensors: list[Any], *numbers: Any) -> Any:
+    result = ir._CollectiveKernel.create_out_of_place(op, tensors, *numbers)
+    assert isinstance(result, ir._CollectiveKernel)  # one output
+    return ir.TensorBox.create(result)
+
+
+def _reduce(
+    grads: list[Any],
+    grad_sizes: Sequence[int],
+    roots: Sequence[int],
+    sizes: Sequence[int],
+    here: int,
+    world_size: int,
+    dtype: torch.dtype,
+    divide_by: float,
+    group_name: str,
+) -> Any:
+    mine = ops.own_ranges(roots, sizes, here)
+    if len(mine) > 1 or ops.ALL_RANKS in roots:
+        numbers = (grad_sizes, roots, sizes, here, world_size, dtype, divide_by, group_name)
+        return _out_of_place(mfsdp.reduce_unit.default, grads, *numbers)
+    packed = ir.FallbackKernel.create(mfsdp.pack.default, grads, grad_sizes, dtype, divide_by)
+    flat = ir.TensorBox.create(packed)
+    ir._CollectiveKernel.create_inplace(mfsdp.reduce_packed_.default, flat, roots, sizes, group_name)
+    start, end = mine[0] if mine else (0, 0)
+    return lowerings[torch.ops.aten.slice.Tensor](flat, 0, start, end)

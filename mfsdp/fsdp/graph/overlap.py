@@ -11,6 +11,8 @@ Forward, and likewise backward::
 so that a unit is gathered while the one before it computes, and reduced while the one after it does, and at most two of
 each are under way. The order depends on the graph alone, which is the same on all ranks, and not on estimated times.
 Dependencies pin it, as Inductor's scheduler would otherwise undo it to save memory.
+
+What a rank owns itself it then uses in place: until the order is made, ``mfsdp::own`` keeps its graph like all others.
 """
 
 from collections.abc import Iterator
@@ -55,6 +57,7 @@ class Overlap(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
     def __call__(self, graph: fx.Graph) -> None:
+        _use_what_is_owned(graph)
         gathers = list(_started(graph, torch.ops.mfsdp.gather_unit.default))
         reductions = list(_started(graph, torch.ops.mfsdp.reduce_unit.default))
         after: dict[fx.Node, OrderedSet[fx.Node]] = {}
@@ -63,6 +66,24 @@ class Overlap(CustomGraphPass):
         if after:
             order = {node: index for index, node in enumerate(graph.nodes)}
             preserve_node_ordering(graph, dict(sorted(after.items(), key=lambda item: order[item[0]])))
+
+
+def _use_what_is_owned(graph: fx.Graph) -> None:
+    """Replace each ``own`` by its first argument.
+
+    Not where it is an output: the graph that it is an output of calls it new, and another graph may write into it.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.mfsdp.own.default):
+        local = node.args[0]
+        if node.meta["val"].stride() != local.meta["val"].stride() or any(_is_output(user) for user in node.users):
+            continue
+        node.replace_all_uses_with(local)
+        graph.erase_node(node)
+
+
+def _is_output(node: fx.Node) -> bool:
+    """Whether ``node`` is the output, or a view that is one."""
+    return node.op == "output" or (node.target in _VIEWS and any(_is_output(user) for user in node.users))
 
 
 _Started = tuple[fx.Node, fx.Node]

@@ -2,13 +2,14 @@
 
 Inside of a unit's forward, saved-tensor hooks replace every view of the unit's full tensor by its place there. The
 full tensor is then freed when forward is over. The first of these places that backward asks for gathers the unit
-again, and the others use the same full tensor, until the gradients of all of the unit's parameters are complete.
+again, and the others use the same full tensor, until the gradients of all of the unit's parameters are complete. A
+parameter that this rank owns itself is asked for in the same way, so that all ranks gather at the same point.
 
 Other people's hooks (activation checkpointing, offloading) come first: where some are active, ours are not installed,
 and they decide what becomes of parameters, too. In a compiled graph the partitioner recomputes the gather instead.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -41,12 +42,19 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Value:
-    """Any other tensor, with the check that autograd makes where there are no hooks."""
+    """Any other tensor, with the check that autograd makes where there are no hooks.
+
+    Args:
+        unit: the unit of which it is a parameter that this rank owns, if it is one.
+    """
 
     tensor: Tensor
     version: int
+    unit: "SavedParameters | None" = None
 
     def restore(self) -> Tensor:
+        if self.unit is not None:
+            self.unit.full()
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -66,8 +74,8 @@ class SavedParameters:
     def __init__(self, gather: Callable[[], Tensor]) -> None:
         self._gather = gather
         self._full: Tensor | None = None
-        self._storage: int | None = None
-        self._dtype: torch.dtype | None = None
+        self._whole: tuple[int, torch.dtype] | None = None
+        self._own: frozenset[int] = frozenset()
         self._outer: SavedParameters | None = None
 
     def full(self) -> Tensor:
@@ -81,9 +89,14 @@ class SavedParameters:
         """Free the full tensor."""
         self._full = None
 
+    def watch(self, flat: Tensor, own: Sequence[Tensor]) -> None:
+        """Tell what the forward that begins has: the full tensor, and beside it what this rank owns."""
+        self._whole = flat.untyped_storage()._cdata, flat.dtype
+        self._own = frozenset(local.untyped_storage()._cdata for local in own)
+
     @contextmanager
-    def hooks(self, parameter: Tensor) -> Iterator[None]:
-        """While a forward runs: save places instead of views of the full tensor that ``parameter`` is a part of.
+    def hooks(self) -> Iterator[None]:
+        """While a forward runs: save places instead of views of the full tensor.
 
         Does nothing where autograd saves nothing, in a recomputation, and where hooks of others are active.
         """
@@ -94,14 +107,17 @@ class SavedParameters:
             yield
             return
         self._outer = outer
-        self._storage, self._dtype = parameter.untyped_storage()._cdata, parameter.dtype
         with saved_tensors_hooks(self._pack, _restore):
             yield
-        self._storage = self._outer = None
+        self._whole = self._outer = None
+        self._own = frozenset()
 
     def _pack(self, tensor: Tensor) -> Any:
-        if tensor.untyped_storage()._cdata == self._storage and tensor.dtype == self._dtype:
+        storage = tensor.untyped_storage()._cdata
+        if (storage, tensor.dtype) == self._whole:
             return _Place(self, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        if storage in self._own:
+            return _Value(tensor, tensor._version, self)
         if self._outer is not None:
             return self._outer._pack(tensor)
         return _Value(tensor, tensor._version)

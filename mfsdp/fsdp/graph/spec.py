@@ -42,6 +42,10 @@ class Precision:
     reduce: torch.dtype
 
 
+_LARGE = 1024 * 1024
+"""Bytes from which an owned parameter travels by itself, and so without having been copied next to others."""
+
+
 @dataclass(frozen=True)
 class UnitSpec:
     """The numbers that gather and reduce one unit, on one rank.
@@ -51,7 +55,9 @@ class UnitSpec:
     Attributes:
         shapes: global shape of each parameter.
         local_shapes: of what this rank holds of it.
-        offsets: where that lies in the full tensor, in elements.
+        starts: where it starts in the full tensor, in elements; -1 if what this rank holds of it is the full parameter.
+        offsets: where what this rank holds of it starts there; -1 likewise.
+        numel: elements of the full tensor.
         gather_roots, gather_sizes: the pieces of a gather, see :mod:`mfsdp.fsdp.graph.ops`.
         reduced: positions of the parameters whose gradients are reduced, the trainable ones.
         reduce_roots, reduce_sizes: the pieces of their reduction.
@@ -63,7 +69,9 @@ class UnitSpec:
 
     shapes: tuple[tuple[int, ...], ...]
     local_shapes: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
     offsets: tuple[int, ...]
+    numel: int
     gather_roots: tuple[int, ...]
     gather_sizes: tuple[int, ...]
     reduced: tuple[int, ...]
@@ -78,11 +86,6 @@ class UnitSpec:
     reduce: torch.dtype
     group_name: str
     replicas_name: str
-
-    @property
-    def numel(self) -> int:
-        """Elements of the full tensor."""
-        return sum(self.gather_sizes)
 
     @classmethod
     def of(
@@ -103,7 +106,8 @@ class UnitSpec:
             precision: the dtypes.
         """
         ranks, roots = wires.ranks, wires.roots
-        places = _Places(ranks.size, ranks.coordinate)
+        pinned = precision.compute == precision.stored
+        places = _Places(ranks.size, ranks.coordinate, pinned, _LARGE // precision.stored.itemsize if pinned else None)
         for shape, owner in zip(shapes, owners, strict=True):
             places.add(shape, owner)
         reduced = [index for index, trains in enumerate(trainable) if trains]
@@ -121,7 +125,9 @@ class UnitSpec:
         return cls(
             shapes=tuple(map(tuple, shapes)),
             local_shapes=tuple(places.local_shapes),
+            starts=tuple(places.starts),
             offsets=tuple(places.offsets),
+            numel=places.numel,
             gather_roots=tuple(root for root, _ in gather),
             gather_sizes=tuple(size for _, size in gather),
             reduced=tuple(reduced),
@@ -140,37 +146,53 @@ class UnitSpec:
 
 
 class _Places:
-    """Lays parameters out one after the other, and says what of each is this rank's."""
+    """Lays parameters out one after the other, and says what of each is this rank's.
 
-    def __init__(self, world_size: int, coordinate: int) -> None:
+    Args:
+        world_size: number of ranks.
+        coordinate: this one.
+        pinned: whether parameters that this rank owns are left where they are.
+        large: elements from which an owned parameter is a piece by itself, if any is.
+    """
+
+    def __init__(self, world_size: int, coordinate: int, pinned: bool = False, large: int | None = None) -> None:
         self._world_size = world_size
         self._coordinate = coordinate
-        self._end = 0
+        self._pinned = pinned
+        self._large = math.inf if large is None else large
         self._pieces: list[tuple[int | None, list[int]]] = []  # owner and size, or None and the size of each rank
+        self._open = False  # whether the last piece may grow
+        self.numel = 0
         self.local_shapes: list[tuple[int, ...]] = []
+        self.starts: list[int] = []
         self.offsets: list[int] = []
 
     def add(self, shape: tuple[int, ...], owner: int | None) -> None:
         if owner is None:
             self._add_rows(shape)
+            return
+        mine = owner == self._coordinate
+        numel = math.prod(shape)
+        self.local_shapes.append(tuple(shape) if mine else (0, *shape[1:]))
+        self.starts.append(-1 if mine and self._pinned else self.numel)
+        self.offsets.append(self.starts[-1])
+        small = numel < self._large
+        if small and self._open and self._pieces[-1][0] == owner:
+            self._pieces[-1][1][0] += numel
         else:
-            mine = owner == self._coordinate
-            self.local_shapes.append(tuple(shape) if mine else (0, *shape[1:]))
-            self.offsets.append(self._end)
-            numel = math.prod(shape)
-            if self._pieces and self._pieces[-1][0] == owner:
-                self._pieces[-1][1][0] += numel
-            else:
-                self._pieces.append((owner, [numel]))
-            self._end += numel
+            self._pieces.append((owner, [numel]))
+        self._open = small
+        self.numel += 0 if mine and self._pinned else numel
 
     def _add_rows(self, shape: tuple[int, ...]) -> None:
         rows = [rows_of_rank(shape[0], rank, self._world_size) for rank in range(self._world_size)]
         width = math.prod(shape[1:])
         self.local_shapes.append((rows[self._coordinate], *shape[1:]))
-        self.offsets.append(self._end + sum(rows[: self._coordinate]) * width)
+        self.starts.append(self.numel)
+        self.offsets.append(self.numel + sum(rows[: self._coordinate]) * width)
         self._pieces.append((None, [held * width for held in rows]))
-        self._end += shape[0] * width
+        self._open = False
+        self.numel += shape[0] * width
 
     def pieces(self, roots: Sequence[int], even: bool) -> list[tuple[int, int]]:
         """(root, size) of each piece that has elements.

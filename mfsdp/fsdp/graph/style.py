@@ -272,10 +272,10 @@ def _unit(
     return GraphUnit(label, tuple(groups), options.keeps(name), options.policy)
 
 
-def _order(parameter: ManagedParameter) -> tuple[bool, int, bool]:
-    """Owned before ``ROWS``, owner by owner, matrices before tails."""
+def _order(parameter: ManagedParameter) -> tuple[bool, int, int]:
+    """Owned before ``ROWS``, owner by owner, large before small."""
     owner = parameter.entry.owner
-    return owner is None, owner or 0, parameter.entry.role is not Role.MATRIX
+    return owner is None, owner or 0, -parameter.entry.numel
 
 
 # Parameters #

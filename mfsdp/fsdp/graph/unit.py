@@ -122,14 +122,14 @@ class GraphUnit:
             args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
         places: list[Place] = []
         tensors: list[Tensor] = []
-        hooks: list[tuple[SavedParameters, Tensor]] = []
+        hooks: list[SavedParameters] = []
         for group in self.groups:
             full, saved = group.gather(self.keep)
             for place, index in group.places:
                 places.append(place)
                 tensors.append(full[index])
             if saved is not None:
-                hooks.append((saved, full[0]))
+                hooks.append(saved)
         with _Registered(places, tensors):
             output = _under(hooks, forward, args, kwargs)
         if self.policy.output_dtype is not None:
@@ -138,15 +138,14 @@ class GraphUnit:
 
 
 def _under(
-    hooks: list[tuple[SavedParameters, Tensor]],
+    hooks: list[SavedParameters],
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     if not hooks:
         return forward(*args, **kwargs)
-    saved, parameter = hooks[0]
-    with saved.hooks(parameter):
+    with hooks[0].hooks():
         return _under(hooks[1:], forward, args, kwargs)
 
 
