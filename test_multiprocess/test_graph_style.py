@@ -81,31 +81,6 @@ def test_gradients_are_those_of_hooks_style(
         assert_same_backward(graph, hooks, lambda model, step=step: loss_of(model, step))
 
 
-@on_ranks(2, 4)
-def test_twenty_steps_are_those_of_hooks_style_and_of_ddp(mesh: DeviceMesh, world_size: int) -> None:
-    reference = same_model()
-    graph, hooks = both(mesh)
-    losses = {}
-    for kind, model in {"graph": graph, "hooks": hooks, "ddp": DistributedDataParallel(reference)}.items():
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, foreach=True)
-        losses[kind] = []
-        for step in range(20):
-            loss = loss_of(model, step % 2)
-            loss.backward()
-            with CommCounter() as comm:
-                optimizer.step()
-            assert comm.collectives == 0, comm
-            optimizer.zero_grad()
-            losses[kind].append(mean_over_ranks(loss))
-    assert losses["ddp"][18] < losses["ddp"][0] - 0.2  # both are of batch 0
-    if world_size == 2:
-        assert losses["graph"] == losses["hooks"] == losses["ddp"]
-        assert_same(whole_parameters(graph), whole_parameters(hooks), exact=True)
-    else:
-        assert losses["graph"] == pytest.approx(losses["hooks"], rel=1e-6)
-        assert losses["graph"] == pytest.approx(losses["ddp"], rel=1e-6)
-
-
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 @on_ranks(2, 4)
 def test_gather_and_reduction_move_the_plans_bytes(

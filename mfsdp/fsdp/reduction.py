@@ -167,7 +167,8 @@ class GradientReduction:
             for slot in segment.slots:
                 param = self._params[slot.index]
                 if mine and own is not None:
-                    param.accumulate_grad(slot.view(own))
+                    # .data: torch.compile gives sizes of their own to what it knows to be a view, and loses them
+                    param.accumulate_grad(slot.view(own).data)
                 else:
                     param.accumulate_nothing()
 
