@@ -288,7 +288,9 @@ def test_what_graph_style_asks_of_inductor_is_there() -> None:
     from torch._inductor import config, ir
     from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
-    assert list(inspect.signature(ir._CollectiveKernel.create_out_of_place).parameters)[:2] == ["kernel", "inputs"]
+    for create in (ir._CollectiveKernel.create_out_of_place, ir._CollectiveKernel.create_inplace):
+        assert list(inspect.signature(create).parameters)[:2] == ["kernel", "inputs"]
+    assert next(iter(inspect.signature(ir.FallbackKernel.create).parameters)) == "kernel"
     assert not get_custom_graph_passes(None)
     assert get_custom_graph_passes(config.post_grad_custom_post_pass) is not None
     assert torch._dynamo.config.trace_autograd_ops in (True, False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._inductor import ir
+from torch._inductor.ir import FallbackKernel, TensorBox, _CollectiveKernel
 from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, lowerings, register_lowering
 
 from mfsdp.fsdp.graph import ops
@@ -32,9 +32,9 @@ def _gather(locals_: list[Any], *numbers: Any) -> Any:
 
 
 def _out_of_place(op: torch._ops.OpOverload, tensors: list[Any], *numbers: Any) -> Any:
-    result = ir._CollectiveKernel.create_out_of_place(op, tensors, *numbers)
-    assert isinstance(result, ir._CollectiveKernel)  # one output
-    return ir.TensorBox.create(result)
+    result = _CollectiveKernel.create_out_of_place(op, tensors, *numbers)
+    assert isinstance(result, _CollectiveKernel)  # one output
+    return TensorBox.create(result)
 
 
 def _reduce(
@@ -52,8 +52,8 @@ def _reduce(
     if len(mine) > 1 or ops.ALL_RANKS in roots:
         numbers = (grad_sizes, roots, sizes, here, world_size, dtype, divide_by, group_name)
         return _out_of_place(mfsdp.reduce_unit.default, grads, *numbers)
-    packed = ir.FallbackKernel.create(mfsdp.pack.default, grads, grad_sizes, dtype, divide_by)
-    flat = ir.TensorBox.create(packed)
-    ir._CollectiveKernel.create_inplace(mfsdp.reduce_packed_.default, flat, roots, sizes, group_name)
+    packed = FallbackKernel.create(mfsdp.pack.default, grads, grad_sizes, dtype, divide_by)
+    flat = TensorBox.create(packed)
+    _CollectiveKernel.create_inplace(mfsdp.reduce_packed_.default, flat, roots, sizes, group_name)
     start, end = mine[0] if mine else (0, 0)
     return lowerings[torch.ops.aten.slice.Tensor](flat, 0, start, end)
