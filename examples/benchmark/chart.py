@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 MISSING = "plots need matplotlib (pip install 'mfsdp[plots]'); --no-plot does without."
 SUFFIX = " (again)"
@@ -22,7 +23,7 @@ def can_draw() -> bool:
 
 @dataclass(frozen=True)
 class Bars:
-    """One value for each name, as horizontal bars.
+    """One value for each name, as horizontal bars, or as points on a logarithmic axis.
 
     Attributes:
         title: what the values are.
@@ -41,23 +42,28 @@ class Bars:
     predicted: Mapping[str, float] | None = None
 
     def draw(self, axes: "Axes", colours: Mapping[str, str]) -> None:
-        names = list(self.values)
-        shades = ["tab:blue" if name.removesuffix(SUFFIX) == names[0] else "tab:gray" for name in names]
-        errors = [self.errors.get(name, 0.0) for name in names] if self.errors else None
-        bars = axes.barh(names, list(self.values.values()), color=shades, xerr=errors, ecolor="black", capsize=2)
-        for bar, name in zip(bars, names, strict=True):
-            bar.set_alpha(0.5 if SUFFIX in name else 1.0)
-        axes.bar_label(bars, [f"{value:,.3g}" for value in self.values.values()], padding=6, fontsize=8)
+        for name, value in self.values.items():
+            ours = name.removesuffix(SUFFIX) == next(iter(self.values))
+            error = (self.errors or {}).get(name, 0.0)
+            style: dict[str, Any] = {"color": "tab:blue" if ours else "tab:gray", "alpha": 0.5 if SUFFIX in name else 1}
+            if self.log:  # which has no zero for a bar to start from
+                axes.errorbar(value, name, xerr=error, fmt="o", ms=8, capsize=3, **style)
+            else:
+                axes.barh(name, value, xerr=error, ecolor="black", capsize=3, **style)
+            axes.annotate(_short(value), (value + error, name), (7, 0), textcoords="offset points", va="center", size=8)
         if self.predicted:
-            marks = [name for name in names if name in self.predicted]
+            marks = [name for name in self.values if name in self.predicted]
             axes.plot([self.predicted[name] for name in marks], marks, "|", color="tab:red", ms=18, label="predicted")
             axes.legend(fontsize=8)
         axes.invert_yaxis()
         axes.set_xlabel(self.unit)
         axes.set_title(self.title, fontsize=10)
+        axes.margins(x=0.2)
         if self.log:
             axes.set_xscale("log")
-        axes.margins(x=0.2)
+            axes.margins(y=0.15)
+            axes.grid(axis="x", alpha=0.3)
+            _plain_ticks(axes.xaxis)
         axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -95,6 +101,7 @@ class Lines:
             axes.set_xticks(self.at, [f"{place:,g}" for place in self.at])
         if self.log:
             axes.set_yscale("log")
+            _plain_ticks(axes.yaxis)
         elif all(value is None or value >= 0 for values in self.series.values() for value in values):
             axes.set_ylim(bottom=0)
         axes.set_xlabel(self.axis)
@@ -106,6 +113,20 @@ class Lines:
 
 
 Chart = Bars | Lines
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _plain_ticks(axis: "Axis") -> None:
+    """1, 2, 5, 10, ... where there is room for them, written out."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def draw(charts: Sequence[Chart], title: str, note: str, file: Path) -> None:

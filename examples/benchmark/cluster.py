@@ -100,10 +100,10 @@ def matched_bits(ranks: int) -> tuple[float, str]:
 
 def measure_cell(args: argparse.Namespace, place: World, rate: str, report: Report) -> Cell:
     """Measure one world at one rate, and add its table to the report."""
-    systems = ["--systems", *args.systems]
+    systems, plot = ["--systems", *args.systems], len(args.worlds) == 1  # otherwise the summary has pictures
     if place.nodes == 1:
         cell = Cell(place, "no network", measure(place.ranks, 1, "100gbit", systems))
-        report.add(step_table(f"{place}", cell.results))
+        report.add(step_table(f"{place}", cell.results, plot=plot))
         return cell
     notes: tuple[str, ...] = ()
     shown = limit = rate
@@ -113,7 +113,7 @@ def measure_cell(args: argparse.Namespace, place: World, rate: str, report: Repo
         shown = f"a matched {bits * place.ranks_per_node / 1e6:.1f} Mbit/s"
         notes = (how,)
     cell = Cell(place, rate, measure(place.ranks, place.nodes, limit, systems))
-    report.add(step_table(f"{place}, {shown}", cell.results, notes))
+    report.add(step_table(f"{place}, {shown}", cell.results, notes, plot))
     return cell
 
 
@@ -141,6 +141,8 @@ def charts(rows: list[dict[str, Any]], systems: list[str], what: str) -> list[Ch
     """One picture for each rate, over the number of nodes; one node belongs to all of them."""
     found: list[Chart] = []
     alone = [row for row in rows if row["nodes"] == 1]
+    if len({row["nodes"] for row in rows}) == 1:
+        return found
     for rate in dict.fromkeys(row["rate"] for row in rows if row["nodes"] > 1):
         chosen = sorted([*alone, *(row for row in rows if row["rate"] == rate)], key=lambda row: row["nodes"])
         series = {system: [row[system] for row in chosen] for system in systems}

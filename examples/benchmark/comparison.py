@@ -187,9 +187,15 @@ def noise_notes(results: list[Result]) -> list[str]:
     ]
 
 
-def step_table(title: str, results: list[Result], notes: tuple[str, ...] = ()) -> Table:
+def step_table(title: str, results: list[Result], notes: tuple[str, ...] = (), plot: bool = True) -> Table:
     """Everything about the steps of all systems, at one number of ranks."""
-    charts = [
+    charts = step_charts(title, results) if plot else []
+    return Table(title, STEP_COLUMNS, with_ratios(results), [*notes, *noise_notes(results)], charts)
+
+
+def step_charts(title: str, results: list[Result]) -> list[Bars]:
+    """The times of all systems."""
+    return [
         Bars(
             f"{what}, {title}",
             "milliseconds, median; the line is the spread",
@@ -204,4 +210,3 @@ def step_table(title: str, results: list[Result], notes: tuple[str, ...] = ()) -
             ("training step", lambda result: result.whole, False),
         )
     ]
-    return Table(title, STEP_COLUMNS, with_ratios(results), [*notes, *noise_notes(results)], charts)

@@ -3,7 +3,7 @@
     python examples/benchmark/memory.py --ranks 2 4 8
 
 All systems train the same GPT, one after the other in the same processes. *Resident* are the storages of all tensors
-after a step, before gradients are dropped. The peaks are what the CPU allocator had handed out at most during the
+before a step, with gradients and all state. The peaks are what the CPU allocator had handed out at most during the
 optimizer step, and during forward and backward, with what was resident before. The rank with most counts. Bytes are
 exact, and the same in each run. The planner predicts resident bytes and the peak in the step; what a model computes in
 forward and backward it does not know.
@@ -51,10 +51,10 @@ def bytes_of(system: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[st
         for optimizer in setup.optimizers:
             action(optimizer)
 
-    for _ in range(2):  # after two steps all state and all buffers are there
-        each(lambda optimizer: optimizer.zero_grad())
-        compute()
-        each(lambda optimizer: optimizer.step())
+    compute()
+    each(lambda optimizer: optimizer.step())  # which makes the state
+    each(lambda optimizer: optimizer.zero_grad())
+    compute()  # for the second time, before which DDP makes its buckets anew
     resident = resident_memory() - before
     stepping = peak_memory(lambda: each(lambda optimizer: optimizer.step()))
     each(lambda optimizer: optimizer.zero_grad())
@@ -175,7 +175,7 @@ def main() -> None:
     models = ["qwen3-14b", "qwen3-32b"]
     parser.add_argument("--predict", nargs="*", choices=model_names(), default=models, help="of the catalogue")
     add_model_arguments(parser)
-    parser.set_defaults(width=256, layers=24, batch=2, context=32)
+    parser.set_defaults(width=256, layers=16, batch=2, context=32)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     add_output_arguments(parser)
     args = parser.parse_args()
@@ -184,7 +184,7 @@ def main() -> None:
         return
     shape = (
         f"GPT of {args.layers} blocks, width {args.width}, fp32, {args.batch} x {args.context} tokens a rank, "
-        f"the third training step; bytes are exact, and have no spread"
+        f"the second training step; bytes are exact, and have no spread"
     )
     limits = (
         "Only what torch's allocator hands out is counted, not sockets' buffers or kernels' scratch memory. DDP keeps "
