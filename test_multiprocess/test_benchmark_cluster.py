@@ -50,7 +50,7 @@ def test_systems_are_measured_at_the_matched_rate(tmp_path: Path) -> None:
         "--width",
         "64",
     )
-    text, tables = report("cluster.py", tmp_path, *arguments, plot=True)
+    text, tables = report("cluster.py", tmp_path, *arguments)
     found = re.search(
         r"2 ranks do ([\d.]+) GFLOP/s of Newton-Schulz each; at 12,000 operations for a byte a rank's matched link has "
         r"([\d.]+) Mbit/s\.",

@@ -7,7 +7,7 @@ from test_multiprocess.benchmark_scripts import TINY, report
 
 
 def test_every_system_is_measured(tmp_path: Path) -> None:
-    text, (table,) = report("training_step.py", tmp_path, "--ranks", "2", "--rounds", "2", *TINY, plot=True)
+    text, (table,) = report("training_step.py", tmp_path, "--ranks", "2", "--rounds", "2", *TINY)
     assert "- measured: GPT of 1 blocks, width 32, fp32, 2 x 8 tokens a rank, 2 rounds after one to warm up;" in text
     rows = {row["system"]: row for row in table["rows"]}
     systems = ["mfsdp", "stock", "gather-once", "all-to-all", "zero1-owner", "ddp", "adamw", "mfsdp (again)"]
@@ -29,7 +29,7 @@ def test_every_system_is_measured(tmp_path: Path) -> None:
 
 def test_the_losses_of_two_ranks_are_those_of_ddp(tmp_path: Path) -> None:
     arguments = ("--ranks", "2", "--rounds", "4", "--every", "2", *TINY)
-    text, (table,) = report("trajectory.py", tmp_path, *arguments, plot=True)
+    text, (table,) = report("trajectory.py", tmp_path, *arguments)
     assert [row["step"] for row in table["rows"]] == [0, 2, 4]
     assert all(row["mfsdp"] == row["ddp"] and row["mfsdp apart"] == 0 for row in table["rows"])
     assert "largest difference from ddp in 5 steps: mfsdp 0.0e+00 nats, stock " in text
@@ -37,7 +37,7 @@ def test_the_losses_of_two_ranks_are_those_of_ddp(tmp_path: Path) -> None:
 
 def test_tokens_per_second_are_measured_for_each_shape(tmp_path: Path) -> None:
     arguments = ("--ranks", "2", "--rounds", "1", "--systems", "adamw", "--shapes", "1x4", "2x8", *TINY)
-    _, (table,) = report("end_to_end.py", tmp_path, *arguments, plot=True)
+    _, (table,) = report("end_to_end.py", tmp_path, *arguments)
     found = [(row["shape"], row["tokens"], row["system"]) for row in table["rows"]]
     systems = ("mfsdp", "adamw", "mfsdp (again)")
     assert found == [("1 x 4", 8, name) for name in systems] + [("2 x 8", 32, name) for name in systems]
@@ -64,7 +64,7 @@ def test_memory_is_measured_beside_its_prediction(tmp_path: Path) -> None:
 
 def test_scaling_is_measured_and_simulated(tmp_path: Path) -> None:
     arguments = ("--ranks", "1", "2", "--rounds", "1", "--model", "llama3-8b", "--simulate", "64", "1024", *TINY)
-    text, (measured, simulated) = report("scaling.py", tmp_path, *arguments, plot=True)
+    text, (measured, simulated) = report("scaling.py", tmp_path, *arguments)
     assert [row["ranks"] for row in measured["rows"]] == [1, 2]
     few, many = simulated["rows"]
     assert few["step"] >= few["bound"]

