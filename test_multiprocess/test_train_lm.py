@@ -282,7 +282,7 @@ def test_a_compiled_model_learns_the_same(mesh: DeviceMesh) -> None:
     losses = {}
     for how in ("none", "block", "graph"):
         torch._dynamo.reset()
-        options = ("--steps", "4", "--report-every", "4", "--layers", "2", "--width", "8", "--compile", how)
+        options = ("--steps", "3", "--report-every", "3", "--layers", "1", "--width", "8", "--compile", how)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.nn.Module, "compile", with_aot_eager(torch.nn.Module.compile))
             trainer, _ = trained(mesh, "mfsdp", *options)

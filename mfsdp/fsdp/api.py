@@ -122,7 +122,8 @@ def fully_shard(
     ``torch.compile(model, fullgraph=True)`` sees and schedules them. It takes one call, on the root of the planned
     model; the units are those of the plan. Uncompiled it gives the same numbers, without overlap.
     ``reshard_after_forward`` is a bool, there is no offloading, and the result is a
-    :class:`~mfsdp.fsdp.graph.GraphModule`, which has none of the methods of an ``FSDPModule``. To compile a model that
+    :class:`~mfsdp.fsdp.graph.GraphModule`, which has none of the methods of an ``FSDPModule``. Segments are broadcast
+    on every network; between hosts that gloo connects, hooks style has a faster way. To compile a model that
     checkpoints activations, set ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint``.
 
     Returns:
