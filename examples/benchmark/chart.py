@@ -42,15 +42,20 @@ class Bars:
     predicted: Mapping[str, float] | None = None
 
     def draw(self, axes: "Axes", colours: Mapping[str, str]) -> None:
+        ours = [name for name in self.values if name.startswith("mfsdp")] or list(self.values)[:1]
         for name, value in self.values.items():
-            ours = name.removesuffix(SUFFIX) == next(iter(self.values))
-            error = (self.errors or {}).get(name, 0.0)
-            style: dict[str, Any] = {"color": "tab:blue" if ours else "tab:gray", "alpha": 0.5 if SUFFIX in name else 1}
+            error = (self.errors or {}).get(name)
+            style: dict[str, Any] = {
+                "color": "tab:blue" if name in ours else "tab:gray",
+                "alpha": 0.5 if SUFFIX in name else 1,
+            }
             if self.log:  # which has no zero for a bar to start from
                 axes.errorbar(value, name, xerr=error, fmt="o", ms=8, capsize=3, **style)
             else:
                 axes.barh(name, value, xerr=error, ecolor="black", capsize=3, **style)
-            axes.annotate(_short(value), (value + error, name), (7, 0), textcoords="offset points", va="center", size=8)
+            axes.annotate(
+                _short(value), (value + (error or 0), name), (7, 0), textcoords="offset points", va="center", size=8
+            )
         if self.predicted:
             marks = [name for name in self.values if name in self.predicted]
             axes.plot([self.predicted[name] for name in marks], marks, "|", color="tab:red", ms=18, label="predicted")
