@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mfsdp.optim import Muon, elementwise, newton_schulz
+from mfsdp.optim import SOAP, Muon, Shampoo, elementwise, newton_schulz
 from mfsdp.optim.newton_schulz import COEFFICIENTS
 from mfsdp.planning.split import BlocksOf, EqualBlocks, Flatten, Stack
 
@@ -342,8 +342,45 @@ def test_options_per_group_survive_copies() -> None:
         ({"ns_coefficients": [(1.0, 2.0, 3.0), (1.0,)]}, "or a sequence of such"),
         ({"split": EqualBlocks(4)}, "cannot be split into its logical matrices: .* evenly"),
         ({"split": Stack()}, "cannot be split into its logical matrices: .*3 or more dimensions"),
+        ({"split": 3}, "cannot be split .*: split must be a Split or a rule such as EqualBlocks.3., but is 3"),
+        ({"split": lambda shape: 3}, "cannot be split .* gives 3 rather than a Split"),
+        ({"ns_coefficients": None}, "ns_coefficients must be three numbers .*, but is None"),
+        ({"ns_coefficients": (1.0, 2.0, "3")}, "ns_coefficients must be three numbers"),
+        ({"ns_coefficients": (1.0, 2.0, math.nan)}, "ns_coefficients must be three numbers"),
+        ({"adjust_lr": lambda rows, columns: "x"}, "adjust_lr must give a finite number, but gives 'x' for 6 rows"),
+        ({"adjust_lr": lambda rows, columns: math.nan if rows == 9 else 1.0}, "gives nan for 9 rows, 4 columns"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^Muon: .*{message}"):
         Muon(parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ns_steps": 2.5}, "Muon: ns_steps must be a whole number, but is 2.5"),
+        ({"nesterov": "false"}, "Muon: nesterov must be True or False, but is 'false'"),
+        ({"batched": None}, "Muon: batched must be True or False, but is None"),
+    ],
+)
+def test_options_of_another_type(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Muon(parameters(), **options)
+
+
+@pytest.mark.parametrize("optimizer", [Muon, Shampoo, SOAP])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_decays": 0.1}, r"option 'weight_decays', which \w+ does not have"),
+        ({"lr": torch.ones(2)}, r"a tensor lr must have one element, but its shape is \(2,\)"),
+        ({"split": lambda shape: 3}, "gives 3 rather than a Split"),
+    ],
+)
+def test_a_refused_group_is_not_added(optimizer: type[Any], options: dict[str, Any], message: str) -> None:
+    kept, refused = parameters([(4, 4)] * 2)
+    made = optimizer([kept])
+    with pytest.raises(ValueError, match=message):
+        made.add_param_group({"params": [refused], **options})
+    assert [group["params"] for group in made.param_groups] == [[kept]]

@@ -253,6 +253,9 @@ def test_build_optimizer_knows_them(matrix: str) -> None:
     [
         ({"lr": -1.0}, "lr must be 0 or more"),
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\)"),
+        ({"betas": 0.9}, "betas must be two numbers .*, but is 0.9"),
+        ({"betas": (0.9, "x")}, "betas must be two numbers"),
+        ({"max_preconditioner_dim": float("nan")}, "max_preconditioner_dim must be at least 1"),
         ({"precondition_frequency": 0}, "precondition_frequency must be at least 1"),
         ({"max_preconditioner_dim": 0}, "max_preconditioner_dim must be at least 1"),
         ({"factor_dtype": torch.bfloat16}, "factor_dtype must be float32 or float64"),
@@ -273,6 +276,26 @@ def test_unknown_options(optimizer: type[Any], option: str) -> None:
         optimizer(parameters(), **{option: 10})
 
 
+@pytest.mark.parametrize("frequency", [2.5, float("inf"), "10"])
+def test_a_frequency_is_a_whole_number(frequency: Any) -> None:
+    with pytest.raises(TypeError, match="precondition_frequency must be a whole number, but is"):
+        Shampoo(parameters(), precondition_frequency=frequency)
+
+
 def test_bad_grafting() -> None:
+    with pytest.raises(ValueError, match=r"grafting_eps must be 0 or more, but is -1\.0"):
+        Shampoo(parameters(), grafting_eps=-1)
     with pytest.raises(ValueError, match="grafting must be one of None, 'sgd', 'adam', but is 'lion'"):
         Shampoo(parameters(), grafting="lion")
+
+
+def test_soap_follows_directions_that_change_places() -> None:
+    """A large direction becomes the smallest: the basis must stay sorted, and its variances with it."""
+    (param,) = parameters([(2, 2)])
+    optimizer = make_soap([param], precondition_frequency=1, **DOUBLE)
+    for scale in [1.0] * 3 + [1e-3] * 400:
+        param.grad = torch.diag(torch.tensor([scale, 1e-1], dtype=torch.float64))
+        optimizer.step()
+    state = optimizer.state[param]
+    assert torch.equal(state["row_basis_0"][0].abs().round(), torch.eye(2).double().fliplr())
+    torch.testing.assert_close(state["exp_avg_sq"].diag(), torch.tensor([1e-2, 1e-6]).double(), rtol=0.1, atol=1e-7)

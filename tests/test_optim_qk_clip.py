@@ -44,3 +44,14 @@ def test_bad_arguments() -> None:
     clip.add(weight, weight, lambda: torch.full((4,), 2.0))
     with pytest.raises(ValueError, match="a weight of 6 rows does not have 4 heads"):
         clip(Muon([weight]), (), {})
+
+
+@pytest.mark.parametrize("logit", [float("nan"), float("inf")])
+def test_a_head_whose_logits_are_not_finite_is_left_alone(logit: float) -> None:
+    query, key = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))
+    clip = QKClip(1.0)
+    clip.add(query, key, lambda: torch.tensor([logit, 4.0]))
+    clip(Muon([query, key]), (), {})
+    expected = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.5, 0.5], [0.5, 0.5]])  # sqrt(1 / 4)
+    for weight in (query, key):
+        torch.testing.assert_close(weight.detach(), expected)

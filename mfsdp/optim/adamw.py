@@ -24,11 +24,8 @@ class AdamW(OwnerLocalOptimizer, torch.optim.AdamW):
     elements, 3.0, 1.2 and 0.8 ms); but the state of a parameter would be a view that loading and copying have to mend.
     """
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; ``differentiable=True`` is refused, since the step works in place on local tensors."""
-        super().add_param_group(param_group)
-        if self.param_groups[-1]["differentiable"]:
-            self.param_groups.pop()
+    def _check_group(self, group: dict[str, Any]) -> None:
+        if group["differentiable"]:  # the step works in place on local tensors
             raise ValueError("AdamW: differentiable=True is not supported; use torch.optim.AdamW.")
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:

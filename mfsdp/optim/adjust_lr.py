@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
-__all__ = ["ADJUST_LR", "AdjustLr", "adjustment"]
+__all__ = ["ADJUST_LR", "AdjustLr", "adjust_function", "adjustment"]
 
 AdjustLr = str | Callable[[int, int], float]
 """A name in :data:`ADJUST_LR`, or a function of (rows, columns)."""
@@ -19,13 +20,32 @@ ADJUST_LR: dict[str, Callable[[int, int], float]] = {
 }
 
 
-def adjustment(group: Mapping[str, Any], rows: int, columns: int) -> float:
-    """What the learning rate of a group is multiplied by for a matrix of ``rows`` by ``columns``."""
+def adjust_function(group: Mapping[str, Any]) -> Callable[[int, int], float]:
+    """The function of (rows, columns) that a group has chosen.
+
+    Raises:
+        ValueError: it is a name that is not known.
+    """
     chosen = group["adjust_lr_fn"] if group["adjust_lr"] is None else group["adjust_lr"]
     if callable(chosen):
-        return chosen(rows, columns)
-    function = ADJUST_LR.get(chosen or "original")
-    if function is None:
+        return chosen
+    if chosen is None:
+        return ADJUST_LR["original"]
+    if not isinstance(chosen, str) or chosen not in ADJUST_LR:
         name = "adjust_lr_fn" if group["adjust_lr"] is None else "adjust_lr"
         raise ValueError(f"{name} must be one of {', '.join(map(repr, ADJUST_LR))}, but is {chosen!r}.")
-    return function(rows, columns)
+    return ADJUST_LR[chosen]
+
+
+def adjustment(group: Mapping[str, Any], rows: int, columns: int) -> float:
+    """What the learning rate of a group is multiplied by for a matrix of ``rows`` by ``columns``.
+
+    Raises:
+        ValueError: a function gives no finite number.
+    """
+    factor = adjust_function(group)(rows, columns)
+    if not isinstance(factor, Real) or not math.isfinite(factor):
+        raise ValueError(
+            f"adjust_lr must give a finite number, but gives {factor!r} for {rows} rows, {columns} columns."
+        )
+    return float(factor)

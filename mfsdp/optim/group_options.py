@@ -1,13 +1,25 @@
 """Options of parameter groups: numbers and dtypes that are checked, and what of them a state dict holds."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["check_numbers", "completed_groups", "dtype_name", "dtype_of", "saved_groups"]
+__all__ = [
+    "check_flags",
+    "check_lr",
+    "check_names",
+    "check_not_negative",
+    "check_numbers",
+    "check_whole_numbers",
+    "completed_groups",
+    "dtype_name",
+    "dtype_of",
+    "saved_groups",
+]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -43,6 +55,69 @@ def check_numbers(optimizer: str, group: Mapping[str, Any], options: Iterable[st
     for option in options:
         if not isinstance(group[option], (Real, Tensor)):
             raise TypeError(f"{optimizer}: {option} must be a number, but is {group[option]!r}.")
+
+
+def check_not_negative(optimizer: str, group: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Check that each of ``options`` is a number of 0 or more.
+
+    Raises:
+        TypeError: one is no number.
+        ValueError: one is less than 0.
+    """
+    check_numbers(optimizer, group, options)
+    for option in options:
+        if not group[option] >= 0:  # written so that NaN fails too
+            raise ValueError(f"{optimizer}: {option} must be 0 or more, but is {float(group[option])}.")
+
+
+def check_lr(optimizer: str, group: Mapping[str, Any]) -> None:
+    """Check that ``lr`` is a number of 0 or more, or a tensor of one.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is less than 0, or several.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"{optimizer}: a tensor lr must have one element, but its shape is {tuple(lr.shape)}.")
+    check_not_negative(optimizer, group, ("lr",))
+
+
+def check_whole_numbers(optimizer: str, group: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Check that each of ``options`` is a whole number.
+
+    Raises:
+        TypeError: one is not.
+    """
+    for option in options:
+        if not isinstance(group[option], Integral):
+            raise TypeError(f"{optimizer}: {option} must be a whole number, but is {group[option]!r}.")
+
+
+def check_flags(optimizer: str, group: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Check that each of ``options`` is true or false, and not, say, the text "false".
+
+    Raises:
+        TypeError: one is not.
+    """
+    for option in options:
+        if not isinstance(group[option], (bool, int)):
+            raise TypeError(f"{optimizer}: {option} must be True or False, but is {group[option]!r}.")
+
+
+def check_names(optimizer: Optimizer, options: Iterable[str]) -> None:
+    """Refuse an option of a group that the optimizer does not have, which it would silently ignore.
+
+    Raises:
+        ValueError: there is one.
+    """
+    known = {*optimizer.defaults, "params", "param_names", "initial_lr"}
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise ValueError(
+            f"a group has the option {unknown[0]!r}, which {type(optimizer).__name__} does not have; it has "
+            f"{', '.join(sorted(optimizer.defaults))}."
+        )
 
 
 def saved_groups(state_dict: dict[str, Any]) -> dict[str, Any]:

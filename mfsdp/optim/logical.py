@@ -20,6 +20,15 @@ def split_of(rule: Split | SplitRule | None, shape: Size) -> Split:
     return rule if isinstance(rule, Split) else rule(tuple(shape))
 
 
+def _checked_split(rule: Split | SplitRule, shape: Size) -> Split:
+    if not callable(rule) and not isinstance(rule, Split):
+        raise TypeError(f"split must be a Split or a rule such as EqualBlocks(3), but is {rule!r}")
+    split = split_of(rule, shape)
+    if not isinstance(split, Split):
+        raise TypeError(f"the rule {rule!r} gives {split!r} rather than a Split")
+    return split
+
+
 def check_matrix(optimizer: str, label: str, param: Tensor, rule: Split | SplitRule | None = None) -> None:
     """Check that ``param`` is a matrix, or is split into matrices, which its owner holds whole.
 
@@ -57,8 +66,8 @@ def check_matrix(optimizer: str, label: str, param: Tensor, rule: Split | SplitR
             raise ValueError(f"{label} has {param.ndim} dimensions: not a matrix. G{_ELSEWHERE}")
         return
     try:
-        split = split_of(rule, param.shape)
-    except PlanError as error:
+        split = _checked_split(rule, param.shape)
+    except (PlanError, TypeError) as error:
         raise ValueError(f"{label} cannot be split into its logical matrices: {error}") from None
     if split.numel != param.numel():
         raise ValueError(f"{label} cannot be split into its logical matrices: {split} has another size.")

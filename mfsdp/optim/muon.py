@@ -1,6 +1,6 @@
 """Muon: momentum, orthogonalised; and its variants."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from mfsdp.optim.adjust_lr import AdjustLr, adjustment
+from mfsdp.optim.adjust_lr import AdjustLr, adjust_function, adjustment
 from mfsdp.optim.batching import batches, orthogonalize
 from mfsdp.optim.elementwise import Average, Step
-from mfsdp.optim.group_options import check_numbers, dtype_name, dtype_of
+from mfsdp.optim.group_options import (
+    check_flags,
+    check_lr,
+    check_not_negative,
+    check_numbers,
+    check_whole_numbers,
+    dtype_name,
+    dtype_of,
+)
 from mfsdp.optim.logical import check_matrix, split_of
 from mfsdp.optim.newton_schulz import QUINTIC, Coefficients, NewtonSchulz, Workspace
 from mfsdp.optim.owner_local import LocalUpdate, OwnerLocalOptimizer, param_label, state_like
@@ -144,18 +152,13 @@ class Muon(OwnerLocalOptimizer):
 
     dtype_options = ("ns_dtype",)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices, after checking each of them and the group's options."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            self._name_dtypes(group)
-            _check_options(group)
-            for index, param in enumerate(group["params"]):
-                check_matrix(type(self).__name__, param_label(group, index), param, group["split"])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+    def _check_group(self, group: dict[str, Any]) -> None:
+        _check_options(group)
+        for index, param in enumerate(group["params"]):
+            check_matrix("Muon", param_label(group, index), param, group["split"])
+            if param.numel():  # a function for adjust_lr must not fail later, on one rank
+                for _, rows, columns in split_of(group["split"], param.shape).shapes():
+                    _told_of_muon(adjustment, group, rows, columns)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._workspace = Workspace()
@@ -250,25 +253,28 @@ def _apply(group: dict[str, Any], batch: Sequence[_Logical], updates: Sequence[T
 
 
 def _check_options(group: dict[str, Any]) -> None:
-    lr = group["lr"]
-    check_numbers("Muon", group, ("lr", "weight_decay", "momentum", "eps", "ns_steps"))
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Muon: a tensor lr must have one element, but its shape is {tuple(lr.shape)}.")
-    for option in ("lr", "weight_decay", "momentum"):
-        if not group[option] >= 0:  # written so that NaN fails too
-            raise ValueError(f"Muon: {option} must be 0 or more, but is {float(group[option])}.")
+    check_lr("Muon", group)
+    check_not_negative("Muon", group, ("weight_decay", "momentum"))
+    check_numbers("Muon", group, ("eps", "ns_steps"))
+    check_whole_numbers("Muon", group, ["ns_steps"])
+    check_flags("Muon", group, ("nesterov", "cautious", "batched", "compile", "capturable"))
     beta = group["second_moment"]
     if beta is not None:
         check_numbers("Muon", group, ["second_moment"])
-    if beta is not None and not 0 <= beta < 1:
-        raise ValueError(f"Muon: second_moment must be None or in [0, 1), but is {beta}.")
+        if not 0 <= beta < 1:
+            raise ValueError(f"Muon: second_moment must be None or in [0, 1), but is {beta}.")
     if group["momentum_style"] not in _MOMENTUM_STYLES:
         known = ", ".join(map(repr, _MOMENTUM_STYLES))
         raise ValueError(f"Muon: momentum_style must be one of {known}, but is {group['momentum_style']!r}.")
     if group["adjust_lr_fn"] is not None and group["adjust_lr"] is not None:
         raise ValueError("Muon: adjust_lr_fn and adjust_lr are two names of one option; give one of them.")
+    _told_of_muon(_iteration, group)
+    _told_of_muon(adjust_function, group)
+
+
+def _told_of_muon(check: Callable[..., object], *args: Any) -> None:
+    """Call ``check``, whose messages are to name the optimizer."""
     try:
-        _iteration(group)
-        adjustment(group, 1, 1)
+        check(*args)
     except ValueError as error:
         raise ValueError(f"Muon: {error}") from None

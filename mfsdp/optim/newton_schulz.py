@@ -1,7 +1,9 @@
 """Orthogonalisation of matrices by Newton-Schulz iterations."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -86,10 +88,19 @@ def _coefficient_sets(given: str | Coefficients | Sequence[Coefficients]) -> Seq
             known = ", ".join(map(repr, COEFFICIENTS))
             raise ValueError(f"ns_coefficients must be {known} or numbers, but is {given!r}.")
         return COEFFICIENTS[given]
-    listed: list[Any] = [given] if any(isinstance(entry, (int, float)) for entry in given) else list(given)
-    if not listed or any(len(entry) != 3 for entry in listed):
-        raise ValueError(f"ns_coefficients must be three numbers (a, b, c), or a sequence of such, but is {given}.")
+    told = f"ns_coefficients must be three numbers (a, b, c), or a sequence of such, but is {given!r}."
+    if not isinstance(given, Sequence):
+        raise ValueError(told)
+    listed: list[Any] = [given] if any(isinstance(entry, Real) for entry in given) else list(given)
+    if not listed or not all(_is_triple(entry) for entry in listed):
+        raise ValueError(told)
     return [tuple(entry) for entry in listed]
+
+
+def _is_triple(entry: Any) -> bool:
+    if not isinstance(entry, Sequence) or len(entry) != 3:
+        return False
+    return all(isinstance(number, Real) and math.isfinite(number) for number in entry)
 
 
 class Workspace:

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mfsdp.dtensor import is_local, local_tensor
-from mfsdp.optim.group_options import completed_groups, dtype_name, saved_groups
+from mfsdp.optim.group_options import check_names, completed_groups, dtype_name, saved_groups
 
 __all__ = ["LocalUpdate", "OwnerLocalOptimizer", "param_label", "restore_dtypes", "state_like"]
 
@@ -41,7 +42,7 @@ class OwnerLocalOptimizer(Optimizer):
     and DTensors of which every rank holds something are stepped like owned ones. Only a gradient that
     arrives in another placement than its parameter's is moved to it; those of ``fully_shard`` never do.
 
-    A subclass says what a new parameter's state is and how a group is updated.
+    A subclass says what a group must be, what a new parameter's state is and how a group is updated.
     """
 
     dtype_options: tuple[str, ...] = ()
@@ -55,6 +56,22 @@ class OwnerLocalOptimizer(Optimizer):
     def _name_dtypes(self, group: dict[str, Any]) -> None:
         for option in self.dtype_options:
             group[option] = dtype_name(group[option])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, after checking its options and each of its parameters; if it is refused, nothing is added."""
+        with ExitStack() as refused:
+            groups = len(self.param_groups)
+            refused.callback(lambda: self.param_groups.__delitem__(slice(groups, None)))
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            check_names(self, group)
+            self._name_dtypes(group)
+            self._check_group(group)
+            refused.pop_all()
+
+    @abstractmethod
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise a ``TypeError`` or ``ValueError`` for what is wrong with a group, on every rank alike."""
 
     @abstractmethod
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:

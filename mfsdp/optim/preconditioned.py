@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.factors import update_factor
-from mfsdp.optim.group_options import check_numbers, dtype_name, dtype_of
+from mfsdp.optim.group_options import (
+    check_lr,
+    check_not_negative,
+    check_numbers,
+    check_whole_numbers,
+    dtype_name,
+    dtype_of,
+)
 from mfsdp.optim.logical import check_matrix, split_of
 from mfsdp.optim.owner_local import LocalUpdate, OwnerLocalOptimizer, param_label, state_like
 from mfsdp.planning.split import Split, SplitRule
@@ -97,18 +104,10 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
         self._warned = set()
         super().__setstate__(state)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of matrices, after checking each of them and the group's options."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            self._name_dtypes(group)
-            self._check_options(group)
-            for index, param in enumerate(group["params"]):
-                check_matrix(type(self).__name__, param_label(group, index), param, group["split"])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+    def _check_group(self, group: dict[str, Any]) -> None:
+        self._check_options(group)
+        for index, param in enumerate(group["params"]):
+            check_matrix(type(self).__name__, param_label(group, index), param, group["split"])
 
     @abstractmethod
     def _step_block(self, group: dict[str, Any], block: Block, step: int) -> None:
@@ -116,15 +115,15 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
 
     def _check_options(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
-        numbers = ("lr", "weight_decay", "eps", "precondition_frequency", "max_preconditioner_dim")
-        check_numbers(name, group, numbers)
-        for option in ("lr", "weight_decay", "eps"):
-            if not group[option] >= 0:  # written so that NaN fails too
-                raise ValueError(f"{name}: {option} must be 0 or more, but is {float(group[option])}.")
-        if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ValueError(f"{name}: betas must be two numbers in [0, 1), but is {group['betas']}.")
+        check_lr(name, group)
+        check_not_negative(name, group, ("weight_decay", "eps"))
+        check_numbers(name, group, ["max_preconditioner_dim"])
+        check_whole_numbers(name, group, ["precondition_frequency"])
+        betas = group["betas"]
+        if not isinstance(betas, Sequence) or len(betas) != 2 or not all(map(_is_factor, betas)):
+            raise ValueError(f"{name}: betas must be two numbers in [0, 1), but is {betas!r}.")
         for option in ("precondition_frequency", "max_preconditioner_dim"):
-            if group[option] < 1:
+            if not group[option] >= 1:
                 raise ValueError(f"{name}: {option} must be at least 1, but is {group[option]}.")
         try:
             _factor_dtype(group)
@@ -201,6 +200,10 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
 def preconditioned_sides(dims: Sequence[int], largest: int) -> list[int]:
     """The sides of a matrix of ``dims`` that have a factor: those of at most ``largest``."""
     return [side for side, dim in enumerate(dims) if dim <= largest]
+
+
+def _is_factor(beta: Any) -> bool:
+    return isinstance(beta, (int, float)) and 0 <= beta < 1
 
 
 def _factor_dtype(group: dict[str, Any]) -> torch.dtype:

@@ -26,7 +26,7 @@ class QKClip:
     For each head whose largest attention logit ``s`` of the step exceeds the threshold ``t``, its rows of the
     query weight and of the key weight are multiplied by ``sqrt(t / s)``. Where several query heads share a key
     head, the query's rows are multiplied by ``t / s`` and the key is left alone. Each weight is scaled by its
-    owner, on its own.
+    owner, on its own. A head whose largest logit is not finite is left alone.
 
     Source: "Kimi K2", arXiv 2507.20534, section 2.1 (MuonClip).
 
@@ -66,7 +66,8 @@ class QKClip:
         """Scale what exceeds the threshold."""
         for attention in self._attentions:
             logits = attention.max_logits()
-            factor = (self.threshold / logits.clamp(min=self.threshold)).to(torch.float32)
+            exceeding = logits.isfinite() & (logits > self.threshold)
+            factor = torch.where(exceeding, self.threshold / logits, 1.0).to(torch.float32)
             if attention.query.size(0) == attention.key.size(0):
                 factor = factor.sqrt()
                 _scale_heads(attention.key, factor)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from mfsdp.optim.adamw import AdamW
 from mfsdp.optim.backward_steps import BackwardSteps
-from mfsdp.optim.group_options import completed_groups, saved_groups
+from mfsdp.optim.group_options import check_names, completed_groups, saved_groups
 from mfsdp.optim.joined_state import JoinedState
 from mfsdp.optim.muon import Muon
 from mfsdp.optim.owner_local import OwnerLocalOptimizer, restore_dtypes
@@ -108,19 +108,9 @@ class RoutedOptimizer(Optimizer):
             self.parts[part].add_param_group(group)
         else:
             self.parts[part] = recipe.make(group)
-        self._check_names(part, group)
+        check_names(self.parts[part], group)
         super().add_param_group(self.parts[part].param_groups[-1])
         self._part_of_group.append(part)
-
-    def _check_names(self, part: str, options: Iterable[str]) -> None:
-        """Refuse an option that the part does not have, which it would silently ignore."""
-        known = {*self.parts[part].defaults, "params", "param_names", "initial_lr"}
-        unknown = [option for option in options if option not in known]
-        if unknown:
-            raise ValueError(
-                f"a group has the option {unknown[0]!r}, which {type(self.parts[part]).__name__} does not have; it has "
-                f"{', '.join(sorted(self.parts[part].defaults))}."
-            )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform one optimization step; ``closure`` reevaluates the model and returns the loss."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.factors import inverse_root
+from mfsdp.optim.group_options import check_not_negative
 from mfsdp.optim.preconditioned import Block, PreconditionedOptimizer, PreconditionerOptions, decay
 
 __all__ = ["Shampoo"]
@@ -73,6 +74,7 @@ class Shampoo(PreconditionedOptimizer):
 
     def _check_options(self, group: dict[str, Any]) -> None:
         super()._check_options(group)
+        check_not_negative("Shampoo", group, ["grafting_eps"])
         if group["grafting"] not in _GRAFTINGS:
             known = ", ".join(map(repr, _GRAFTINGS))
             raise ValueError(f"Shampoo: grafting must be one of {known}, but is {group['grafting']!r}.")
