@@ -12,6 +12,8 @@ disturbs least.
 take, over that of the step. ``torch's products`` are the iterations of torch.optim.Muon alone, as it does them: what
 remains of its step is all that can be saved without faster products.
 
+On a GPU there is also the batched step captured in a CUDA graph, ``mfsdp, replayed``. That part has not run on one yet.
+
 Says so and ends where ``--device cuda`` finds no GPU.
 """
 
@@ -100,6 +102,20 @@ def synchronised(call: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
+def replayed(shapes: Sequence[tuple[int, ...]], device: str) -> Callable[[], None]:
+    """A batched step that was captured in a CUDA graph once."""
+    lr = torch.tensor(1e-3, device=device)
+    optimizer = mfsdp.optim.Muon(matrices(shapes, device), lr=lr, batched=True, capturable=True)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # the state is made before the capture
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    return graph.replay
+
+
 def variants(shapes: Sequence[tuple[int, ...]], device: str, compile: bool) -> dict[str, Callable[[], object]]:
     """Name to one optimizer step; and the products."""
     steps: dict[str, Callable[[], object]] = {
@@ -110,6 +126,8 @@ def variants(shapes: Sequence[tuple[int, ...]], device: str, compile: bool) -> d
     if compile:
         steps["mfsdp, compiled"] = mfsdp.optim.Muon(matrices(shapes, device), batched=True, compile=True).step
     steps[TORCH + SUFFIX] = torch.optim.Muon(matrices(shapes, device)).step
+    if device == "cuda":
+        steps["mfsdp, replayed"] = replayed(shapes, device)
     steps["torch's products"] = torch_products(shapes, device)
     steps["plain products"] = plain_products(shapes, device)
     return steps
