@@ -47,9 +47,7 @@ def test_tokens_per_second_are_measured_for_each_shape(tmp_path: Path) -> None:
 
 def test_memory_is_measured_beside_its_prediction(tmp_path: Path) -> None:
     systems = ("--systems", "mfsdp", "stock", "gather-once", "zero1-owner", "ddp")
-    text, (table, predicted) = report(
-        "memory.py", tmp_path, "--ranks", "2", *systems, "--predict", "qwen3-14b", *TINY, plot=True
-    )
+    text, (table, predicted) = report("memory.py", tmp_path, "--ranks", "2", *systems, "--predict", "qwen3-14b", *TINY)
     assert re.search(r"^\| qwen3-14b \| zero1-owner \| 56\.85 GiB \| 57\.78 GiB \|", text, re.M), text
     rows = {row["system"]: row for row in table["rows"]}
     assert list(rows) == ["mfsdp", "stock", "gather-once", "zero1-owner", "ddp", "mfsdp (again)"]
