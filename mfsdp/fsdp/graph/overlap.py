@@ -118,7 +118,7 @@ def _wait_for_reductions_late(
     graph: fx.Graph, reductions: list[_Started], after: dict[fx.Node, OrderedSet[fx.Node]]
 ) -> None:
     order = {node: index for index, node in enumerate(graph.nodes)}
-    for (_, wait), (following, _) in pairwise(reductions):
+    for index, ((_, wait), (following, _)) in enumerate(pairwise(reductions)):
         depending = _descendants(wait)
         if following in depending or order[following] < order[wait]:
             continue
@@ -130,6 +130,8 @@ def _wait_for_reductions_late(
             behind = node
         order = {node: index for index, node in enumerate(graph.nodes)}
         after.setdefault(wait, OrderedSet()).add(following)
+        if index + 2 < len(reductions):
+            after.setdefault(reductions[index + 2][0], OrderedSet()).add(wait)
 
 
 def _move_before(node: fx.Node, place: fx.Node) -> bool:
