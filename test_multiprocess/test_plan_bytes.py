@@ -58,11 +58,11 @@ class Allocations(TorchDispatchMode):
         self.now -= nbytes
 
 
-def trained(mesh: DeviceMesh, batched: bool = False) -> tuple[nn.Module, Optimizer, ShardPlan, int]:
+def trained(mesh: DeviceMesh, **options: bool) -> tuple[nn.Module, Optimizer, ShardPlan, int]:
     """A model after a step, with gradients for the next; and the bytes that the first step left behind."""
     model = same_model(lambda: TinyLM(width=48, depth=4))
     made = shard(model, mesh)
-    optimizer = build_optimizer(model, matrix_kwargs={"batched": batched})
+    optimizer = build_optimizer(model, matrix_kwargs=options)
     for step in range(2):
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -100,20 +100,20 @@ def held(model: nn.Module, optimizer: Optimizer, left: int) -> int:
 @pytest.mark.parametrize("batched", [False, True])
 @on_ranks(1, 2, 3, 4)
 def test_a_step_leaves_nothing_behind_but_the_planned_state(mesh: DeviceMesh, batched: bool) -> None:
-    model, optimizer, made, left = trained(mesh, batched)
+    model, optimizer, made, left = trained(mesh, batched=batched)
     assert held(model, optimizer, left) == made.loads()[dist.get_rank()].resident_bytes
     with Allocations() as allocations:
         optimizer.step()
     assert allocations.now == 0 < allocations.most
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(("batched", "foreach"), [(False, False), (True, False), (True, True)])
 @on_ranks(1, 2, 3, 4)
-def test_the_most_bytes_in_a_step_are_the_predicted_ones(mesh: DeviceMesh, batched: bool) -> None:
-    model, optimizer, made, left = trained(mesh, batched)
+def test_the_most_bytes_in_a_step_are_the_predicted_ones(mesh: DeviceMesh, batched: bool, foreach: bool) -> None:
+    model, optimizer, made, left = trained(mesh, batched=batched, foreach=foreach)
     with Allocations() as allocations:
         optimizer.step()
-    cost_model = MuonCost(batch_elements=MAX_BATCH_ELEMENTS_ON_CPU if batched else 0)
+    cost_model = MuonCost(batch_elements=MAX_BATCH_ELEMENTS_ON_CPU if batched else 0, foreach=foreach)
     predicted = step_peaks(made, cost_model)[dist.get_rank()]
     assert predicted > 1.05 * made.loads()[dist.get_rank()].resident_bytes  # or else this test would see nothing
     assert 0 <= held(model, optimizer, left) + allocations.most - predicted <= 8  # a norm

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfsdp.optim import SOAP, Muon, Shampoo, elementwise, newton_schulz
 from mfsdp.optim.newton_schulz import COEFFICIENTS
@@ -174,6 +176,48 @@ def test_coefficients_for_each_step() -> None:
 def test_batched_is_one_by_one(dtype: torch.dtype, ns_dtype: torch.dtype, tolerance: float) -> None:
     for one, many in zip(*(_updates(batched, dtype, ns_dtype) for batched in (False, True)), strict=True):
         assert (one - many).norm() <= tolerance * one.norm()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": False, "lr": torch.tensor(0.3)},
+        {"momentum_style": "heavy_ball", "cautious": True},
+        {"second_moment": 0.9, "ns_dtype": torch.float32, "adjust_lr": "spectral"},
+        {"capturable": True, "lr": torch.tensor(0.3)},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_foreach_has_the_same_bits(dtype: torch.dtype, options: dict[str, Any], batched: bool) -> None:
+    ones, manies = parameters(dtype=dtype), parameters(dtype=dtype)
+    for params, foreach in ((ones, False), (manies, True)):
+        train(Muon(params, **{"lr": 0.3, **options}, batched=batched, foreach=foreach), params, steps=3)
+    for one, many in zip(ones, manies, strict=True):
+        assert torch.equal(one, many)
+
+
+def test_foreach_calls_once_for_a_batch() -> None:
+    shape = (6, 6)
+    params = parameters([shape] * 9, dtype=torch.float32)
+    calls: Counter[str] = Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls[func.overloadpacket.__name__] += 1
+            return func(*args, **kwargs or {})
+
+    optimizer = Muon(params, batched=True, foreach=True)
+    with Counting():
+        train(optimizer, params, steps=1)
+    assert {name: count for name, count in calls.items() if name.startswith("_foreach")} == {
+        "_foreach_lerp_": 1,
+        "_foreach_lerp": 1,
+        "_foreach_mul_": 1,
+        "_foreach_add_": 1,
+    }
+    assert not calls.keys() & {"lerp_", "lerp", "mul_", "add_"}
 
 
 def _updates(batched: bool, dtype: torch.dtype, ns_dtype: torch.dtype) -> list[Tensor]:
@@ -347,6 +391,7 @@ def test_options_per_group_survive_copies() -> None:
         ({"ns_coefficients": None}, "ns_coefficients must be three numbers .*, but is None"),
         ({"ns_coefficients": (1.0, 2.0, "3")}, "ns_coefficients must be three numbers"),
         ({"ns_coefficients": (1.0, 2.0, math.nan)}, "ns_coefficients must be three numbers"),
+        ({"foreach": True, "compile": True}, "foreach=True and compile=True are two ways to do one thing"),
         ({"adjust_lr": lambda rows, columns: "x"}, "adjust_lr must give a finite number, but gives 'x' for 6 rows"),
         ({"adjust_lr": lambda rows, columns: math.nan if rows == 9 else 1.0}, "gives nan for 9 rows, 4 columns"),
     ],
@@ -362,6 +407,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ({"ns_steps": 2.5}, "Muon: ns_steps must be a whole number, but is 2.5"),
         ({"nesterov": "false"}, "Muon: nesterov must be True or False, but is 'false'"),
         ({"batched": None}, "Muon: batched must be True or False, but is None"),
+        ({"foreach": "x"}, "Muon: foreach must be True or False, but is 'x'"),
     ],
 )
 def test_options_of_another_type(options: dict[str, Any], message: str) -> None:

@@ -1,10 +1,12 @@
 """Muon's elementwise work around the iteration: the average of gradients before it, the step along it after it.
 
-Each is written twice: one operation after another, which gives torch's numbers bit for bit, and as a function that
-is compiled into one pass over memory.
+Each is written three times: one operation after another, which gives torch's numbers bit for bit; each operation for
+many matrices at once ("foreach"), with the same numbers in fewer calls and more memory; and as a function that is
+compiled into one pass over memory.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,6 +54,19 @@ class Average:
             torch.lerp(grad, buffer, self.momentum, out=ahead)
         out.copy_(ahead)
 
+    def of_all(self, grads: list[Tensor], buffers: list[Tensor]) -> Sequence[Tensor]:
+        """Average each of ``grads`` into its buffer; the directions to go, which may be the buffers themselves."""
+        if self.heavy_ball:
+            _scale(buffers, self.momentum)
+            torch._foreach_add_(buffers, grads)
+        else:
+            torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+        if not self.nesterov:
+            return buffers
+        if self.heavy_ball:
+            return torch._foreach_add(grads, buffers, alpha=self.momentum)
+        return torch._foreach_lerp(grads, buffers, self.momentum)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -71,13 +86,16 @@ class Step:
     capturable: bool
     compiled: bool
 
-    def along(self, update: Tensor, param: Tensor, adjustment: float) -> None:
+    def along(self, update: Tensor, param: Tensor, adjustment: float, workspace: Workspace) -> None:
         """Step ``param`` by ``lr * adjustment`` against ``update``."""
         decay, scaled_lr = self.lr * self.weight_decay, self.lr * adjustment
         if self.compiled:
             rates = _on_device(decay, param), _on_device(scaled_lr, param)
             _run(_step, (param, update), rates, (self.cautious,))
             return
+        if update.dtype != param.dtype and update.device.type == "cpu":
+            # there an operation on two dtypes makes such a copy in new memory; a GPU converts as it reads
+            update = workspace.take("ahead", update.shape, param.dtype, param.device).copy_(update)
         if self.cautious:
             param.sub_(param * (param * update >= 0) * decay)
         else:
@@ -86,6 +104,32 @@ class Step:
             param.addcmul_(update.to(param.dtype), _on_device(scaled_lr, param), value=-1)
         else:
             param.add_(update, alpha=-scaled_lr)
+
+    def along_all(
+        self,
+        updates: Sequence[Tensor],
+        params: list[Tensor],
+        adjustments: Sequence[float],
+        workspace: Workspace,
+    ) -> None:
+        """Step each of ``params`` against its update, as :meth:`along` does."""
+        if self.cautious or self.capturable:  # there is no such operation for many
+            for update, param, adjustment in zip(updates, params, adjustments, strict=True):
+                self.along(update, param, adjustment, workspace)
+            return
+        _scale(params, 1 - self.lr * self.weight_decay)
+        alike: dict[float, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for update, param, adjustment in zip(updates, params, adjustments, strict=True):
+            stepped, along = alike[adjustment]
+            stepped.append(param)
+            along.append(update)
+        for adjustment, (stepped, along) in alike.items():
+            torch._foreach_add_(stepped, along, alpha=-float(self.lr * adjustment))
+
+
+def _scale(tensors: list[Tensor], by: Any) -> None:
+    # torch would round a number to the dtype of the tensors, in bfloat16 many a weight decay to none
+    torch._foreach_mul_(tensors, _on_device(by, tensors[0]))
 
 
 def _average(out: Tensor, grad: Tensor, buffer: Tensor, momentum: Tensor, nesterov: bool, heavy_ball: bool) -> None:

@@ -203,11 +203,12 @@ class MuonCost(CostModel):
     Transient, of all matrices of a rank: as :class:`mfsdp.optim.Muon` does it. The memory for the iteration is
     that of the largest matrix, used again for each, and freed when all are stepped; beside it there is the
     update, and a copy in 16 bits of one that is tall, to be transposed. With ``batched=True`` read batch for
-    matrix: of matrices of one shape, up to transposition.
+    matrix: of matrices of one shape, up to transposition; with ``foreach`` there are the updates of all of a batch.
 
     Args:
         ns_steps: Newton-Schulz iterations of a step.
         batch_elements: a batch has at most so many elements, or is one parameter's; 0 without batches.
+        foreach: whether the elementwise work is done for all matrices of a batch at once.
 
     Raises:
         PlanError: a negative number.
@@ -215,6 +216,7 @@ class MuonCost(CostModel):
 
     ns_steps: int = 5
     batch_elements: int = 0
+    foreach: bool = False
 
     def __post_init__(self) -> None:
         if self.ns_steps < 0 or self.batch_elements < 0:
@@ -236,8 +238,9 @@ class MuonCost(CostModel):
     def rank_transient(self, matrices: Sequence[Stepped]) -> int:
         updates = tall_copies = iterates = squares = 0
         for batch in _batches(matrices, self.batch_elements):
-            # one update at a time: each is read before the next one is made
-            updates = max(updates, max(matrix.numel * matrix.itemsize for matrix in batch))
+            # else one update at a time: each is read before the next one is made
+            at_once = sum if self.foreach else max
+            updates = max(updates, at_once(matrix.numel * matrix.itemsize for matrix in batch))
             tall_copies = max([tall_copies, *(matrix.numel for matrix in batch if matrix.rows > matrix.columns)])
             iterates = max(iterates, sum(matrix.numel for matrix in batch))
             squares = max(squares, sum(matrix.count * min(matrix.rows, matrix.columns) ** 2 for matrix in batch))
