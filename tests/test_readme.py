@@ -40,7 +40,9 @@ def run_on_two_ranks(folder: Path, text: str) -> str:
 
 def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
     first, _, checkpoints = blocks()
-    shown = run_on_two_ranks(tmp_path, f"{first}{checkpoints}print([p.placements for p in model.parameters()], extra)\n")
+    shown = run_on_two_ranks(
+        tmp_path, f"{first}{checkpoints}print([p.placements for p in model.parameters()], extra)\n"
+    )
     for part in ("OwnerShard(owner=0)", "OwnerShard(owner=1)", "Tail(owner=", "{'step': 100}"):
         assert part in shown
     assert mfsdp.checkpoint.latest(tmp_path / "runs") == tmp_path / "runs" / "step-100"

@@ -10,7 +10,7 @@ forward and backward it does not know.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,13 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:,.2f} GiB"
 
 
+def scratch_of(shape: Sequence[int]) -> int:
+    """Bytes that a product of matrices of this shape in bf16 takes beside its result."""
+    left = torch.zeros(*shape, dtype=torch.bfloat16)
+    result = torch.empty(shape[0], shape[0], dtype=torch.bfloat16)
+    return peak_memory(lambda: torch.mm(left, left.mT, out=result))
+
+
 COLUMNS = (
     Column("system", ""),
     Column("resident", "resident", mib),
@@ -125,6 +132,16 @@ def notes_of(args: argparse.Namespace, ranks: int, rows: list[dict[str, Any]]) -
             f"which the prediction, made for NCCL, leaves out; with it the prediction is off by {off:+.1%}. Without "
             f"that buffer the peak would be {(row['step'] - gathered) / by_name[OURS]['step']:.2f} times mfsdp's."
         )
+    if "stock" in by_name:
+        found.append(
+            "stock: what gloo's threads free is taken for freed when its place is used again, so that its peak in the "
+            "step is overstated, the more so the more ranks exchange small pieces."
+        )
+    largest = max((spec for spec in specs if spec.role is Role.MATRIX), key=lambda spec: spec.numel)
+    found.append(
+        f"a product of bf16 matrices takes {mib(scratch_of(largest.shape))} on this CPU beside its result, which "
+        f"predictions leave out: a part of every peak that is above them."
+    )
     same = all(by_name[OURS][key] == by_name[AGAIN][key] for key in ("resident", "step", "compute"))
     differ = max(abs(by_name[AGAIN][key] / by_name[OURS][key] - 1) for key in ("resident", "step", "compute"))
     found.append(f"noise: two runs of mfsdp {'take the same bytes' if same else f'differ by up to {differ:.2%}'}.")
