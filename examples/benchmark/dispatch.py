@@ -7,7 +7,7 @@ Three comparisons, each with both sides in turns in one run:
 - a step of unmodified ``torch.optim.Muon`` over 48 owned DTensors spread over all ranks, against the same optimizer
   over each rank's own matrices as plain tensors; time of the slowest rank;
 - what of that is skipping: the same optimizer over the matrices that a rank does not own, whose ops it skips, against
-  as many ordinary (replicated) DTensors of 8 x 8, on which it computes next to nothing; CPU time;
+  as many small ordinary (replicated) DTensors, on which it computes next to nothing; CPU time;
 - dispatch of ops on DTensors without an owner, in a process that has imported mfsdp against one that has not; CPU time.
 
 The second run of the plain side shows the noise.
@@ -77,7 +77,7 @@ def skipped_steps(mesh: DeviceMesh, sizes: list[int], rounds: int) -> dict[str, 
     placement = mfsdp.OwnerShard((mesh.get_local_rank() + 1) % mesh.size())
     others, ordinary = [], []
     for tensor in matrices(sizes):
-        small = torch.randn(8, 8)
+        small = torch.randn([side // 32 or 1 for side in tensor.shape])  # tall where the other is
         for placed, source, to in ((others, tensor, placement), (ordinary, small, Replicate())):
             parameter = nn.Parameter(mfsdp.distribute_tensor(source, mesh, [to], src_data_rank=None))
             parameter.grad = mfsdp.distribute_tensor(source.clone(), mesh, [to], src_data_rank=None)
