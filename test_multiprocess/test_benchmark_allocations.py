@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 
 from test_multiprocess.benchmark_scripts import BENCHMARK
@@ -48,3 +49,14 @@ def test_gradients_that_python_has_not_seen_are_resident() -> None:
     weight = torch.nn.Parameter(torch.ones(1000))
     (weight * weight).sum().backward()
     assert resident_memory() - before == 2 * 4000
+
+
+def test_views_that_autograd_refuses_to_use_are_passed_over() -> None:
+    before = resident_memory()
+    base = torch.ones(1000, requires_grad=True) * 1
+    with torch.no_grad():
+        view = base[:10]
+    base.mul_(2)
+    with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+        _ = view.is_leaf
+    assert resident_memory() - before == 4000

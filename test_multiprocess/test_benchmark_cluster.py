@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,16 @@ def test_systems_are_measured_at_the_matched_rate(tmp_path: Path) -> None:
     assert alone["rows"][0]["wire_sent"] == 0
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What is started can be interrupted, even where this process, in the background, ignores that itself."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @needs_nodes
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_nodes_are_gone_when_it_is_interrupted(how: signal.Signals) -> None:
     with start(*CLUSTER, *TINY) as process:

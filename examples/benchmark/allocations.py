@@ -82,8 +82,9 @@ def resident_memory() -> int:
     storages = {}
     for found in gc.get_objects():
         if issubclass(type(found), Tensor):  # isinstance asks objects for their class, and some warn
-            # a gradient that nothing in Python has looked at is not among the objects
-            for tensor in (found, found.grad if found.is_leaf else None):
+            # a gradient that nothing in Python has looked at is not among the objects; a view has none of its own, and
+            # one whose base was changed since refuses to say whether it is a leaf
+            for tensor in (found, found.grad if not found._is_view() and found.is_leaf else None):
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 if type(local) in (Tensor, torch.nn.Parameter) and local.device.type == "cpu":
                     storage = local.untyped_storage()
