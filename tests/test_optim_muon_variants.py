@@ -187,9 +187,10 @@ def test_batched_is_one_by_one(dtype: torch.dtype, ns_dtype: torch.dtype, tolera
         {"momentum_style": "heavy_ball", "cautious": True},
         {"second_moment": 0.9, "ns_dtype": torch.float32, "adjust_lr": "spectral"},
         {"capturable": True, "lr": torch.tensor(0.3)},
+        {"ns_dtype": torch.float32},
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_foreach_has_the_same_bits(dtype: torch.dtype, options: dict[str, Any], batched: bool) -> None:
     ones, manies = parameters(dtype=dtype), parameters(dtype=dtype)
     for params, foreach in ((ones, False), (manies, True)):
@@ -198,26 +199,39 @@ def test_foreach_has_the_same_bits(dtype: torch.dtype, options: dict[str, Any], 
         assert torch.equal(one, many)
 
 
+class Counting(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **kwargs or {})
+
+    def lists(self) -> dict[str, int]:
+        return {name: count for name, count in self.calls.items() if name.startswith("_foreach")}
+
+
 def test_foreach_calls_once_for_a_batch() -> None:
-    shape = (6, 6)
-    params = parameters([shape] * 9, dtype=torch.float32)
-    calls: Counter[str] = Counter()
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls[func.overloadpacket.__name__] += 1
-            return func(*args, **kwargs or {})
-
+    params = parameters([(6, 6)] * 9, dtype=torch.float32)
     optimizer = Muon(params, batched=True, foreach=True)
-    with Counting():
+    with Counting() as counting:
         train(optimizer, params, steps=1)
-    assert {name: count for name, count in calls.items() if name.startswith("_foreach")} == {
-        "_foreach_lerp_": 1,
-        "_foreach_lerp": 1,
-        "_foreach_mul_": 1,
-        "_foreach_add_": 1,
-    }
-    assert not calls.keys() & {"lerp_", "lerp", "mul_", "add_"}
+    assert counting.lists() == {"_foreach_lerp_": 1, "_foreach_lerp": 1, "_foreach_mul_": 1, "_foreach_add_": 1}
+    assert not counting.calls.keys() & {"lerp_", "lerp", "mul_", "add_"}
+
+
+def test_foreach_is_off_unless_asked_for() -> None:
+    params = [nn.Parameter(torch.ones(6, 6, device="meta")) for _ in range(9)]
+    optimizer = Muon(params, batched=True)
+    with Counting() as counting:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert not counting.lists()
+    assert counting.calls["add_"] == 9
 
 
 def _updates(batched: bool, dtype: torch.dtype, ns_dtype: torch.dtype) -> list[Tensor]:

@@ -93,7 +93,8 @@ class Step:
             rates = _on_device(decay, param), _on_device(scaled_lr, param)
             _run(_step, (param, update), rates, (self.cautious,))
             return
-        if update.dtype != param.dtype and update.device.type == "cpu":
+        widens = update.dtype != param.dtype == torch.promote_types(update.dtype, param.dtype)
+        if widens and update.device.type == "cpu":
             # there an operation on two dtypes makes such a copy in new memory; a GPU converts as it reads
             update = workspace.take("ahead", update.shape, param.dtype, param.device).copy_(update)
         if self.cautious:
@@ -113,7 +114,7 @@ class Step:
         workspace: Workspace,
     ) -> None:
         """Step each of ``params`` against its update, as :meth:`along` does."""
-        if self.cautious or self.capturable:  # there is no such operation for many
+        if self.cautious or self.capturable or isinstance(self.lr, Tensor):  # there is no such operation for many
             for update, param, adjustment in zip(updates, params, adjustments, strict=True):
                 self.along(update, param, adjustment, workspace)
             return
@@ -124,12 +125,12 @@ class Step:
             stepped.append(param)
             along.append(update)
         for adjustment, (stepped, along) in alike.items():
-            torch._foreach_add_(stepped, along, alpha=-float(self.lr * adjustment))
+            torch._foreach_add_(stepped, along, alpha=-self.lr * adjustment)
 
 
-def _scale(tensors: list[Tensor], by: Any) -> None:
-    # torch would round a number to the dtype of the tensors, in bfloat16 many a weight decay to none
-    torch._foreach_mul_(tensors, _on_device(by, tensors[0]))
+def _scale(tensors: list[Tensor], by: float) -> None:
+    # torch rounds a number (on a GPU, a tensor there) to the dtype of ``tensors``: in bfloat16 many a decay to none
+    torch._foreach_mul_(tensors, torch.tensor(by, dtype=torch.float64, device="cpu"))
 
 
 def _average(out: Tensor, grad: Tensor, buffer: Tensor, momentum: Tensor, nesterov: bool, heavy_ball: bool) -> None:

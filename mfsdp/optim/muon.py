@@ -97,8 +97,9 @@ class Muon(OwnerLocalOptimizer):
         batched: whether matrices of one shape are orthogonalised together: faster where they are small or many,
             but rounded as batched products are, so no longer bit-equal to one by one.
         foreach: whether each elementwise operation before and after the iteration is one for all matrices of a batch:
-            the same numbers in fewer calls, with memory for the updates of the whole batch. By default on a GPU,
-            where calls cost, and not on a CPU, where a matrix stays in the cache from one operation to the next.
+            the same numbers in fewer calls, with memory for the updates of the whole batch. Off unless asked for:
+            on a CPU it is slower than one matrix after another, which stays in the cache from one operation to the
+            next. With ``cautious``, ``capturable`` or a tensor ``lr`` the part after the iteration is one by one even so.
         compile: whether the elementwise work before and after the iteration runs compiled, each in one pass over
             memory; shapes are dynamic, and neither ``lr`` nor ``momentum`` is part of what is compiled.
         capturable: whether the step may be captured in a CUDA graph; a tensor ``lr`` is then read on the device.
@@ -209,7 +210,7 @@ class Muon(OwnerLocalOptimizer):
         )
 
         shapes, device = [matrix.param.shape for matrix in batch], batch[0].param.device
-        if _many_at_once(group, device):
+        if _many_at_once(group):
             directions = average.of_all([matrix.grad for matrix in batch], [matrix.momentum for matrix in batch])
 
             def write(index: int, out: Tensor) -> None:
@@ -222,11 +223,9 @@ class Muon(OwnerLocalOptimizer):
         return orthogonalize(write, shapes, device, iteration, self._workspace)
 
 
-def _many_at_once(group: dict[str, Any], device: torch.device) -> bool:
-    """Whether each elementwise operation is one for all matrices of a batch."""
-    if group["foreach"] is None:
-        return device.type == "cuda" and not group["compile"]
-    return group["foreach"]
+def _many_at_once(group: dict[str, Any]) -> bool:
+    """Whether elementwise operations are for all matrices of a batch."""
+    return bool(group["foreach"])
 
 
 def _iteration(group: dict[str, Any]) -> NewtonSchulz:
@@ -273,7 +272,7 @@ def _apply(group: dict[str, Any], batch: Sequence[_Logical], updates: Sequence[T
     )
     params = [matrix.param for matrix in batch]
     adjustments = [adjustment(group, param.size(1), param.size(2)) for param in params]
-    if _many_at_once(group, params[0].device):
+    if _many_at_once(group):
         step.along_all(updates, params, adjustments, workspace)
         return
     for update, param, factor in zip(updates, params, adjustments, strict=True):
