@@ -415,3 +415,25 @@ def test_meshes_of_some_ranks_in_any_order() -> None:
             assert torch.equal(torch.nonzero(x > 0).full_tensor(), torch.nonzero(a > 0))
             norms = torch.stack([x.norm(), owned(a, mesh, OwnerShard(1)).norm()])
             assert torch.equal(norms.full_tensor(), torch.stack([a.norm(), a.norm()]))
+
+
+@on_ranks(2)
+def test_numbers_and_plain_0d_tensors_promote_as_on_plain_tensors(mesh: DeviceMesh) -> None:
+    # The dispatcher's key takes 2.5 and torch.tensor(2.5, dtype=torch.float64) for the same.
+    others = [2, 2.5, True, 2 + 1j]
+    others += [torch.tensor(2.5, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    others += [torch.tensor(2), torch.tensor(2, dtype=torch.int32), torch.tensor(2 + 1j, dtype=torch.complex128)]
+    bases = [torch.tensor(3), torch.tensor(1.5), torch.tensor(1.5, dtype=torch.bfloat16)]
+    bases += [base.expand(2, 2).contiguous() for base in bases]
+    for name in ("add", "mul", "true_divide", "maximum"):
+        op = getattr(torch, name)
+        for base in bases:
+            tensor = owned(base, mesh)
+            for other in [*others, *reversed(others)]:
+                if name == "maximum" and (not isinstance(other, Tensor) or other.is_complex()):
+                    continue  # torch has none
+                expected = op(base, other)
+                result = silent(lambda op=op, tensor=tensor, other=other: op(tensor, other))
+                about = f"{name} of {base.dtype} {tuple(base.shape)} and {other!r}"
+                assert result.dtype == result.to_local().dtype == expected.dtype, about
+                torch.testing.assert_close(result.full_tensor(), expected, rtol=0, atol=0, msg=about)

@@ -6,9 +6,11 @@ dtype (``histc`` its bins): a second call with another value then silently gets 
 answer for an owned operand may be cached, the op's info is completed: every argument that is neither a tensor nor a
 number becomes part of the key. That makes keys of plain DTensors finer as well, never coarser.
 
-Numbers stay outside (a learning rate changes every step) unless they decide the output's dtype.
+Numbers stay outside (a learning rate changes every step) unless they decide the output's dtype. The key does not tell
+a number in a tensor's place from a 0-d tensor either, and these two promote differently.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +31,7 @@ def key_decides_outputs(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
     If not, the key is completed for later calls, and this call's answer must not be cached.
     """
-    return _complete(op) and not _numbers_matter(op, args, kwargs)
+    return _complete(op) and not _numbers_matter(op, args, kwargs) and not _wrapping_matters(op, args, kwargs)
 
 
 def _complete(op: OpOverload) -> bool:
@@ -80,6 +82,35 @@ def _numbers_matter(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         other_kwargs = {name: number if name in names else value for name, value in kwargs.items()}
         dtypes.add(_dtype_with(op, other_args, other_kwargs))
     return len(dtypes - {None}) > 1
+
+
+# What torch makes of a number that is given where a tensor is expected, but for its promotion.
+_NUMBERS_OF = {torch.int64: 1, torch.float64: 1.5, torch.complex128: 1j}
+_DTYPES_OF = {type(number): dtype for dtype, number in _NUMBERS_OF.items()}
+
+
+def _wrapping_matters(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a number in a tensor's place, and a 0-d tensor of the dtype it would have, give different dtypes."""
+    if traits(op).aliased_returns == (0,):
+        return False
+    kinds = {argument.name: str(argument.type) for argument in op._schema.arguments}
+    given = [*zip(kinds, args, strict=False), *kwargs.items()]
+    dtypes = {name: dtype for name, value in given if "Tensor" in kinds[name] and (dtype := _number_dtype(value))}
+    if not dtypes:
+        return False
+
+    def with_each(make: Callable[[torch.dtype], Any]) -> torch.dtype | None:
+        values = {name: make(dtypes[name]) if name in dtypes else value for name, value in given}
+        return _dtype_with(op, tuple(list(values.values())[: len(args)]), {name: values[name] for name in kwargs})
+
+    return with_each(_NUMBERS_OF.__getitem__) != with_each(lambda dtype: torch.empty((), dtype=dtype))
+
+
+def _number_dtype(value: Any) -> torch.dtype | None:
+    """The dtype under which the key knows this value, if that may be a number or a tensor."""
+    if isinstance(value, Tensor):
+        return value.dtype if not isinstance(value, DTensor) and value.dtype in _NUMBERS_OF and not value.ndim else None
+    return _DTYPES_OF.get(type(value))
 
 
 def _dtype_with(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:

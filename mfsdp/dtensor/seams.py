@@ -7,7 +7,7 @@ seam in torch                                        what it does for owner plac
 slow_path`` (on the dispatcher instance)             (:mod:`mfsdp.dtensor.propagation`)
 ``OpDispatcher._dispatch_get_local_results_          makes empty outputs for skipped ops
 slow_path`` (on the instance)
-``OpDispatcher._unwrap_to_op_info_impl``             does not unwrap what is skipped
+``OpDispatcher._unwrap_to_op_info_impl``             puts unwrapping off until someone looks
 (on the instance)
 ``OpDispatcher.wrap`` (on the instance)              makes the DTensor of a result, more cheaply
 ``OpDispatcher._custom_op_handlers``                 owned operands go to :mod:`mfsdp.dtensor.execution`
@@ -40,11 +40,11 @@ from torch.distributed.tensor._op_schema import OpInfo
 from mfsdp.dtensor import caching, checkpointing, distribute, gradients, lists, shapes
 from mfsdp.dtensor.execution import execute
 from mfsdp.dtensor.propagation import (
+    DeferredInfo,
     SkippedOutputSharding,
     has_owned_operand,
     owners_present,
     propagate,
-    skipped_info,
 )
 from mfsdp.dtensor.redistribute import redistribute_local_tensor
 
@@ -107,20 +107,25 @@ def _install_dispatch(dispatcher: _dispatch.OpDispatcher) -> None:
 
     @wraps(torch_local_results)
     def local_results(op: OpOverload, args: tuple[object, ...], info: OpInfo) -> object:
-        if isinstance(info.output_sharding, SkippedOutputSharding):
-            return info.output_sharding.make_outputs(args)
+        sharding = info.output_sharding
+        if type(sharding) is SkippedOutputSharding:
+            return sharding.make_outputs(args)
+        if type(info) is DeferredInfo:
+            info = info.unwrapped()
         return torch_local_results(op, args, info)
 
     torch_unwrap = dispatcher._unwrap_to_op_info_impl
 
     @wraps(torch_unwrap)
-    def unwrap(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], create_schema: bool) -> OpInfo:
-        # without a schema the answer is known already
-        info = None if create_schema else skipped_info(args)
-        return info or torch_unwrap(op, args, kwargs, create_schema)
+    def unwrap(
+        op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], create_schema: bool
+    ) -> OpInfo | DeferredInfo:
+        if create_schema:
+            return torch_unwrap(op, args, kwargs, create_schema)
+        return DeferredInfo(torch_unwrap, op, args, kwargs)
 
     def wrap(res: object, spec: Any) -> object:
-        if type(res) is Tensor and isinstance(spec, DTensorSpec):
+        if type(res) is Tensor and type(spec) is DTensorSpec:
             # DTensor's constructor does this, inside a wrapper for the compiler that costs more than the rest
             return Tensor._dtensor__new__(DTensor, res, spec, requires_grad=res.requires_grad)
         return _dispatch.OpDispatcher.wrap(res, spec)
