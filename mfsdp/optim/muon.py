@@ -99,7 +99,7 @@ class Muon(OwnerLocalOptimizer):
         foreach: whether each elementwise operation before and after the iteration is one for all matrices of a batch:
             the same numbers in fewer calls, with memory for the updates of the whole batch. Off unless asked for:
             on a CPU it is slower than one matrix after another, which stays in the cache from one operation to the
-            next. With ``cautious``, ``capturable`` or a tensor ``lr`` the part after the iteration is one by one even so.
+            next. With ``cautious``, ``capturable`` or a tensor ``lr`` what comes after the iteration is one by one.
         compile: whether the elementwise work before and after the iteration runs compiled, each in one pass over
             memory; shapes are dynamic, and neither ``lr`` nor ``momentum`` is part of what is compiled.
         capturable: whether the step may be captured in a CUDA graph; a tensor ``lr`` is then read on the device.
