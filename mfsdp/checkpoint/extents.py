@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from mfsdp.checkpoint.contents import Contents
-from mfsdp.checkpoint.memory import memory_of
+from mfsdp.checkpoint.memory import memory_of, prefer_huge_pages
 
 __all__ = ["Extents"]
 
@@ -83,7 +83,11 @@ class Extents:
             with (self._folder / name).open("rb", buffering=0) as file:
                 for item in its:
                     extent = _extent(contents, file, item, planner)
-                    rest.append(item) if extent is None else found.append(extent)
+                    if extent is None:
+                        rest.append(item)
+                    else:
+                        prefer_huge_pages(extent.target)
+                        found.append(extent)
             self._of_file[name] = sorted(found, key=lambda extent: extent.start)
         return rest
 
