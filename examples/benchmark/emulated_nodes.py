@@ -90,7 +90,7 @@ class EmulatedNodes:
         _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *limit)
 
     def _remove(self) -> None:
-        with _undisturbed():
+        with undisturbed():
             for name in self._names:
                 # a namespace, and with it its end of the link, outlives its name while it has closing sockets
                 subprocess.run(["ip", "link", "del", f"{name}p"], check=False, capture_output=True)
@@ -99,7 +99,7 @@ class EmulatedNodes:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Ctrl-C, and being told to end, wait until the block is done."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

@@ -9,20 +9,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from emulated_nodes import INTERFACE, EmulatedNodes, NodesUnavailable
+from emulated_nodes import INTERFACE, EmulatedNodes, NodesUnavailable, undisturbed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 RESULTS = "BENCHMARK_RESULTS"
 """Environment variable of a rank: the folder for its results. The program that starts the ranks has none."""
 SHARING = "BENCHMARK_SHARING"
 """Environment variable of a rank: how many ranks share its network interface, it being one of them."""
+
+
+RANK_THREADS = 1
+"""torch's threads in a rank, where a benchmark has no other number: ranks share the cores."""
 
 
 def is_rank() -> bool:
@@ -36,7 +40,7 @@ def write_results(results: Any) -> None:
 
 
 @contextmanager
-def world(threads: int = 1) -> Iterator[DeviceMesh]:
+def world(threads: int = RANK_THREADS) -> Iterator[DeviceMesh]:
     """All ranks as a mesh of one dimension over gloo, for the time of a ``with`` block; in a rank."""
     torch.set_num_threads(threads)
     dist.init_process_group("gloo")
@@ -71,7 +75,8 @@ class Wire:
 def launch(ranks: int, nodes: int = 0, rate: str = "1gbit", arguments: Sequence[str] = ()) -> list[Any]:
     """Start the running program again, once for each rank; what each gave to :func:`write_results`, by rank.
 
-    Whatever happens, ranks and nodes are gone when it returns.
+    Whatever happens, ranks, what they have started (a compiler's workers, say), and nodes are gone when it returns:
+    also after Ctrl-C, and when this program is told to end.
 
     Args:
         ranks: how many.
@@ -84,8 +89,10 @@ def launch(ranks: int, nodes: int = 0, rate: str = "1gbit", arguments: Sequence[
     """
     if nodes and ranks % nodes:
         raise SystemExit(f"{ranks} ranks do not divide evenly among {nodes} nodes.")
-    # so that nodes and ranks are cleared away as well when this program is told to end
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    # so that nodes and ranks are cleared away as well when this program is told to end, or loses its terminal
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # and not ignored, as under nohup
+            signal.signal(number, lambda *_: sys.exit("terminated"))
     try:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -118,25 +125,37 @@ def _started(
     try:
         for rank in range(ranks):
             here = emulated.command(rank * nodes // ranks, command) if emulated else command
-            # a session of its own: Ctrl-C is for this program, which then ends the ranks
+            # a session of its own, and so a group: Ctrl-C is for this program, which then ends all of the group
             process = subprocess.Popen(here, env={**environment, "RANK": str(rank)}, start_new_session=True)
             processes.append(process)
         yield processes
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        with undisturbed():
+            for process in processes:
+                with suppress(ProcessLookupError):  # a group of which nothing is left
+                    os.killpg(process.pid, signal.SIGKILL)
+            for process in processes:
+                process.wait()
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Until all have ended well, or one has not: the others would wait for it."""
     while True:
-        ended = [process.poll() for process in processes]
-        if any(ended):
+        codes = [_code(process.pid) for process in processes]
+        if any(codes):
             raise SystemExit("a rank failed; its message is above")
-        if None not in ended:
+        if None not in codes:
             return
         time.sleep(0.05)
+
+
+def _code(process: int) -> int | None:
+    """Its exit code, or the signal that has ended it; None while it runs.
+
+    The process is not collected: so long nothing else is given its id, which is its group's.
+    """
+    ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return ended.si_status if ended else None
 
 
 def slowest(ranks: Iterable[Sequence[float]]) -> list[float]:
