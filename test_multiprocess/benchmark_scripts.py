@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ def report(script: str, folder: Path, *arguments: str) -> tuple[str, list[dict[s
     assert stem.with_suffix(".md").read_text() == printed
     for line in ("- measured: ", "- machine: ", "- versions: Python ", "- limits: "):
         assert f"\n{line}" in printed, printed
+    assert re.search(r"^- machine: .*; OMP_NUM_THREADS .*, \d+ threads? of torch in a process$", printed, re.M), printed
     assert all(any("noise" in note for note in table["notes"]) for table in written["tables"]), printed
     assert stem.with_suffix(".png").exists()
     return printed, written["tables"]

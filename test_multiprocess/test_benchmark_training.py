@@ -8,7 +8,7 @@ from test_multiprocess.benchmark_scripts import TINY, report
 
 def test_every_system_is_measured(tmp_path: Path) -> None:
     text, (table,) = report("training_step.py", tmp_path, "--ranks", "2", "--rounds", "2", *TINY)
-    assert "- measured: GPT of 1 blocks, width 32, fp32, 2 x 8 tokens a rank, 2 rounds after one to warm up;" in text
+    assert "- measured: GPT of 1 blocks, width 32, fp32, 2 x 8 tokens a rank, 2 rounds after 1 to warm up;" in text
     rows = {row["system"]: row for row in table["rows"]}
     systems = ["mfsdp", "stock", "gather-once", "all-to-all", "zero1-owner", "ddp", "adamw", "mfsdp (again)"]
     assert list(rows) == systems
@@ -33,6 +33,15 @@ def test_the_losses_of_two_ranks_are_those_of_ddp(tmp_path: Path) -> None:
     assert [row["step"] for row in table["rows"]] == [0, 2, 4]
     assert all(row["mfsdp"] == row["ddp"] and row["mfsdp apart"] == 0 for row in table["rows"])
     assert "largest difference from ddp in 5 steps: mfsdp 0.0e+00 nats, stock " in text
+    assert "noise: the losses of two runs of mfsdp are at most 0.0e+00 nats apart." in text
+
+
+def test_a_system_is_measured_beside_what_it_is_compared_with(tmp_path: Path) -> None:
+    _, (memory,) = report("memory.py", tmp_path, "--ranks", "2", "--systems", "adamw", "--predict", *TINY)
+    assert [row["system"] for row in memory["rows"]] == ["mfsdp", "adamw", "mfsdp (again)"]
+    arguments = ("--ranks", "2", "--rounds", "1", "--systems", "gather-once", *TINY)
+    _, (losses,) = report("trajectory.py", tmp_path, *arguments)
+    assert {"mfsdp", "ddp", "gather-once"} < set(losses["rows"][0])
 
 
 def test_tokens_per_second_are_measured_for_each_shape(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from chart import SUFFIX, Bars
 from launching import is_rank, launch, slowest, world, write_results
-from report import Column, Report, Table, add_output_arguments, factor
-from timing import SLOWEST, milliseconds, noise, ratio, until_all
+from options import benchmark_parser, multiple_of, positive
+from report import Column, Report, Table, factor
+from timing import SLOWEST, in_order, milliseconds, noise, ratio, until_all
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -37,7 +38,7 @@ from torch.optim import Optimizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import setups
 from gpt import GPT
-from systems import example_options
+from systems import HEADS, example_options
 
 import mfsdp
 
@@ -121,14 +122,14 @@ def work(args: argparse.Namespace) -> None:
     """One rank: save and load by the systems in turn."""
     with world(args.threads) as mesh:
         torch.manual_seed(0)
-        model = GPT(args.width, args.layers, heads=8, context=CONTEXT)
+        model = GPT(args.width, args.layers, heads=HEADS, context=CONTEXT)
         systems = {name: make(copy.deepcopy(model), mesh) for name, make in SYSTEMS.items()}
         del model
         measured: dict[str, dict[str, list[float]]] = {
             name: {"save": [], "load": [], "bytes": []} for name in (*SYSTEMS, AGAIN)
         }
         for number in range(args.rounds + 1):  # the first is a warm-up
-            for name in list(measured)[:: 1 if number % 2 else -1]:
+            for name in in_order(measured, number):
                 saving, loading, nbytes = save_and_load(args, systems, name.removesuffix(SUFFIX))
                 if number:
                     for key, value in (("save", saving), ("load", loading), ("bytes", nbytes)):
@@ -181,29 +182,28 @@ def main() -> None:
     if is_rank():
         work(args)
         return
-    parameters = sum(param.numel() for param in GPT(args.width, args.layers, 8, CONTEXT).parameters())
+    parameters = sum(param.numel() for param in GPT(args.width, args.layers, HEADS, CONTEXT).parameters())
     cache = "not in the page cache" if args.cold else "in the page cache"
-    shape = f"{parameters:,} parameters, fp32, {args.rounds} rounds after one to warm up; {SLOWEST}"
+    shape = f"{parameters:,} parameters, fp32, {args.rounds} rounds after 1 to warm up; {SLOWEST}"
     limits = (
         f"The disk, and what else uses it; when loading, files are {cache}. mfsdp sums every byte that it writes, and "
         "checks it before it loads."
     )
-    report = Report(args, "Saving and loading", shape, limits)
+    report = Report(args, "Saving and loading", shape, limits, args.threads)
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.folder) as folder:
         by_rank = launch(args.ranks, arguments=["--folder", folder])
     report.add(table(args, by_rank))
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--width", type=multiple_of(HEADS), default=1024)
+    parser.add_argument("--layers", type=positive, default=16)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before they are loaded")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--folder", default=None, help="where to save (default: the system's temporary folder)")
-    add_output_arguments(parser)
     return parser.parse_args()
 
 

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from chart import Chart, Lines
 from comparison import AGAIN, OURS, STOCK, Result, add_comparison_arguments, measure, step_table, work
 from emulated_nodes import unavailable
-from launching import is_rank, launch, world, write_results
-from report import Column, Report, Table, add_output_arguments, factor
+from launching import RANK_THREADS, is_rank, launch, world, write_results
+from options import World, benchmark_parser, rate
+from report import Column, Report, Table, factor
 from systems import shape_of
 from timing import ratio
 
@@ -40,28 +41,9 @@ LIMITS = (
 )
 
 
-@dataclass(frozen=True)
-class World:
-    """Nodes, and the ranks on each."""
-
-    nodes: int
-    ranks_per_node: int
-
-    @staticmethod
-    def parse(text: str) -> "World":
-        nodes, _, ranks = text.partition("x")
-        if not (nodes.isdecimal() and ranks.isdecimal() and 0 < int(nodes) <= 200 and int(ranks) > 0):
-            raise argparse.ArgumentTypeError(f"{text!r} is not NODESxRANKS, such as 4x2 for 4 nodes of 2 ranks each")
-        return World(int(nodes), int(ranks))
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    def __str__(self) -> str:
-        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
-        ranks = "1 rank" if self.ranks_per_node == 1 else f"{self.ranks_per_node} ranks"
-        return f"{nodes} of {ranks}"
+def rate_of_a_node(text: str) -> str:
+    """A rate as ``tc`` writes it, or the matched one."""
+    return text if text == MATCHED else rate(text)
 
 
 @dataclass(frozen=True)
@@ -143,24 +125,26 @@ def charts(rows: list[dict[str, Any]], systems: list[str], what: str) -> list[Ch
     alone = [row for row in rows if row["nodes"] == 1]
     if len({row["nodes"] for row in rows}) == 1:
         return found
-    for rate in dict.fromkeys(row["rate"] for row in rows if row["nodes"] > 1):
-        chosen = sorted([*alone, *(row for row in rows if row["rate"] == rate)], key=lambda row: row["nodes"])
+    for shown in dict.fromkeys(row["rate"] for row in rows if row["nodes"] > 1):
+        chosen = sorted([*alone, *(row for row in rows if row["rate"] == shown)], key=lambda row: row["nodes"])
         series = {system: [row[system] for row in chosen] for system in systems}
         at = [row["nodes"] for row in chosen]
-        found.append(Lines(f"{what} over mfsdp's, {rate}", "times mfsdp's", "nodes", at, series, True, True))
+        found.append(Lines(f"{what} over mfsdp's, {shown}", "times mfsdp's", "nodes", at, series, True, True))
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     worlds = [World(1, 8), World(2, 4), World(4, 2), World(8, 1)]
     parser.add_argument("--worlds", nargs="+", type=World.parse, default=worlds, metavar="NODESxRANKS")
     rates = ["1gbit", "200mbit", MATCHED]
-    parser.add_argument("--rates", nargs="+", default=rates, help="egress of a node as tc writes it, or matched")
+    parser.add_argument(
+        "--rates", nargs="+", type=rate_of_a_node, default=rates, help="egress of a node as tc writes it, or matched"
+    )
     add_comparison_arguments(parser, rounds=3)
     parser.set_defaults(width=256, layers=4)
-    add_output_arguments(parser)
-    parser.add_argument("--measure-rate", action="store_true", help=argparse.SUPPRESS)  # of a rank
+    if is_rank():
+        parser.add_argument("--measure-rate", action="store_true")
     args = parser.parse_args()
     if is_rank():
         newton_schulz_rate(args) if args.measure_rate else work(args)
@@ -168,7 +152,7 @@ def main() -> None:
     reason = unavailable()
     if reason:
         raise SystemExit(reason)
-    report = Report(args, "Training on an emulated cluster", shape_of(args), LIMITS)
+    report = Report(args, "Training on an emulated cluster", shape_of(args), LIMITS, RANK_THREADS)
     cells = []
     for place in args.worlds:
         cells += [measure_cell(args, place, rate, report) for rate in (args.rates if place.nodes > 1 else ["none"])]

@@ -18,9 +18,10 @@ from typing import Any
 import torch.distributed as dist
 from chart import SUFFIX, Bars
 from launching import Wire, launch, slowest, world, write_results
+from options import positive
 from report import Column, Table, factor, mib
 from systems import SYSTEMS, add_model_arguments, model_of
-from timing import milliseconds, noise, ratio, spread
+from timing import in_order, milliseconds, noise, ratio, spread
 from torch import Tensor
 
 import mfsdp
@@ -62,7 +63,7 @@ class Measured:
 def add_comparison_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
     """The model, and which systems train it how often."""
     add_model_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=rounds, help="training steps, beside one that warms up")
+    parser.add_argument("--rounds", type=positive, default=rounds, help="training steps, beside one that warms up")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
 
 
@@ -76,8 +77,8 @@ def work(args: argparse.Namespace) -> None:
         results = {name: Measured() for name in setups}
         for number in range(args.rounds + 1):
             tokens, targets = text.batch(text.train, args.batch, args.context, number * mesh.size() + dist.get_rank())
-            for name, setup in setups.items():
-                _train(setup, tokens, targets, results[name], warm_up=number == 0)
+            for name in in_order(setups, number):
+                _train(setups[name], tokens, targets, results[name], warm_up=number == 0)
         write_results({name: asdict(measured) for name, measured in results.items()})
 
 

@@ -13,7 +13,6 @@ Three comparisons, each with both sides in turns in one run:
 The second run of the plain side shows the noise.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from chart import SUFFIX, Bars
-from launching import is_rank, launch, world, write_results
-from report import Column, Report, Table, add_output_arguments
+from launching import RANK_THREADS, is_rank, launch, world, write_results
+from options import at_least, benchmark_parser, positive
+from report import Column, Report, Table
 from timing import MEDIAN, in_turns, milliseconds, noise, slowest_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -173,20 +173,23 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7, help="of the step; three times as many of the ordinary ops")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024])
-    add_output_arguments(parser)
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--ranks", type=at_least(2), default=8)
+    parser.add_argument(
+        "--rounds", type=positive, default=7, help="of the step; three times as many of the ordinary ops"
+    )
+    parser.add_argument("--sizes", type=positive, nargs="+", default=[256, 512, 1024])
     args = parser.parse_args()
+    if args.ranks > MATRICES:
+        parser.error(f"there are {MATRICES} matrices, and every rank needs one: at most {MATRICES} ranks")
     if is_rank():
         with world() as mesh:
             skipped = skipped_steps(mesh, args.sizes, args.rounds)
             write_results({"step": muon_steps(mesh, args.sizes, args.rounds), "skipped": skipped})
         return
-    shape = f"{MATRICES} matrices of sides {args.sizes}, fp32, {args.rounds} rounds after one to warm up; {MEDIAN}"
+    shape = f"{MATRICES} matrices of sides {args.sizes}, fp32, {args.rounds} rounds after 1 to warm up; {MEDIAN}"
     limits = "Ranks share cores; a difference of a percent or two is within what the same process varies by."
-    report = Report(args, "What owner placements cost the CPU", shape, limits)
+    report = Report(args, "What owner placements cost the CPU", shape, limits, RANK_THREADS)
     measured = launch(args.ranks)[0]
     report.add(table(f"A step of torch.optim.Muon, {args.ranks} ranks", measured["step"]))
     report.add(table(f"A step over {MATRICES} matrices of other ranks", measured["skipped"]))

@@ -7,26 +7,26 @@ steps: the gain shrinks. Where forward and backward gather from several owners i
 ``runtime.py`` shows.
 """
 
-import argparse
 import statistics
 from typing import Any
 
 from chart import Lines
 from comparison import CORES, OURS, STOCK, Result, add_comparison_arguments, measure, noise_notes, work
-from launching import is_rank
-from report import Column, Report, Table, add_output_arguments, factor
+from launching import RANK_THREADS, is_rank
+from options import BatchShape, benchmark_parser, positive
+from report import Column, Report, Table, factor
 from systems import shape_of
 from timing import milliseconds, ratio
 
 SYSTEMS = ["stock", "all-to-all", "adamw"]
 
 
-def rows_of(results: list[Result], ranks: int, batch: int, context: int) -> list[dict[str, Any]]:
+def rows_of(results: list[Result], ranks: int, shape: BatchShape) -> list[dict[str, Any]]:
     """One row for each system at one shape of the batch."""
-    tokens = ranks * batch * context
+    tokens = ranks * shape.batch * shape.context
     return [
         {
-            "shape": f"{batch} x {context}",
+            "shape": f"{shape.batch} x {shape.context}",
             "tokens": tokens,
             "system": result.system,
             "whole": result.whole,
@@ -67,27 +67,27 @@ def chart_of(rows: list[dict[str, Any]]) -> list[Lines]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    shapes = ["1x64", "4x64", "4x256", "8x512"]
-    parser.add_argument("--shapes", nargs="+", default=shapes, metavar="BATCHxCONTEXT", help="of a rank")
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--ranks", type=positive, default=4)
+    shapes = [BatchShape(1, 64), BatchShape(4, 64), BatchShape(4, 256), BatchShape(8, 512)]
+    parser.add_argument(
+        "--shapes", nargs="+", type=BatchShape.parse, default=shapes, metavar="BATCHxCONTEXT", help="of a rank"
+    )
     add_comparison_arguments(parser, rounds=5)
     parser.set_defaults(systems=SYSTEMS)
-    add_output_arguments(parser)
     args = parser.parse_args()
     if is_rank():
         work(args)
         return
     measured = shape_of(args).replace(f"{args.batch} x {args.context} tokens a rank", "tokens as the rows say")
     limits = f"{CORES}; their network is loopback. {STOCK}"
-    report = Report(args, "Training at several sequence lengths and batch sizes", measured, limits)
+    report = Report(args, "Training at several sequence lengths and batch sizes", measured, limits, RANK_THREADS)
     rows: list[dict[str, Any]] = []
     notes = []
     for shape in args.shapes:
-        batch, context = map(int, shape.split("x"))
-        arguments = ["--batch", str(batch), "--context", str(context), "--systems", *args.systems]
-        results = measure(args.ranks, arguments=arguments)
-        rows += rows_of(results, args.ranks, batch, context)
+        given = ["--batch", str(shape.batch), "--context", str(shape.context)]
+        results = measure(args.ranks, arguments=[*given, "--systems", *args.systems])
+        rows += rows_of(results, args.ranks, shape)
         notes.append(f"{shape}: {noise_notes(results)[1]}")
     report.add(Table(f"{args.ranks} ranks, loopback", COLUMNS, rows, notes, chart_of(rows)))
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from chart import SUFFIX, Lines
-from launching import is_rank, launch, slowest, world, write_results
-from report import Column, Report, Table, add_output_arguments, factor
+from launching import RANK_THREADS, is_rank, launch, slowest, world, write_results
+from options import add_network_arguments, benchmark_parser, network_of, positive
+from report import Column, Report, Table, factor
 from timing import SLOWEST, in_turns, milliseconds, own_time, ratio
 from torch import Tensor
 
@@ -128,25 +129,22 @@ def table(by_rank: list[list[dict[str, Any]]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--nodes", type=int, default=0, help="emulated nodes; 0 is loopback")
-    parser.add_argument("--rate", default="1gbit", help="egress of an emulated node")
-    parser.add_argument("--kib", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384], help="sizes of units")
-    parser.add_argument("--rounds", type=int, default=7)
-    add_output_arguments(parser)
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--ranks", type=positive, default=8)
+    add_network_arguments(parser)
+    parser.add_argument("--kib", type=positive, nargs="+", default=[64, 256, 1024, 4096, 16384], help="sizes of units")
+    parser.add_argument("--rounds", type=positive, default=7)
     args = parser.parse_args()
     if args.ranks < 3:
         parser.error("three owners need at least 3 ranks (on 2, broadcasts are always used)")
     if is_rank():
         work(args)
         return
-    network = f"{args.nodes} emulated nodes, {args.rate}" if args.nodes else "loopback"
     shape = (
-        f"units of {min(args.kib)} to {max(args.kib)} KiB, {args.ranks} ranks, {network}, {args.rounds} rounds; "
-        f"{SLOWEST}"
+        f"units of {min(args.kib)} to {max(args.kib)} KiB, {args.ranks} ranks, {network_of(args)}, "
+        f"{args.rounds} rounds; {SLOWEST}"
     )
-    report = Report(args, "Ways to gather a unit", shape, LIMITS)
+    report = Report(args, "Ways to gather a unit", shape, LIMITS, RANK_THREADS)
     report.add(table(launch(args.ranks, args.nodes, args.rate)))
 
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from allocations import peak_memory
 from chart import SUFFIX, Bars
 from launching import is_rank, launch, slowest, world, write_results
-from report import Column, Report, Table, add_output_arguments, factor, mib
+from options import benchmark_parser, positive
+from report import Column, Report, Table, factor, mib
 from systems import add_model_arguments, shape_of
 from timing import in_turns, milliseconds, noise, until_all
 from torch import nn
@@ -35,6 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpt import GPT
 
 GRAPH = "graph, compiled"
+WARM_UP = 2
+"""Rounds: the first compiles."""
 SYSTEMS = (
     "fsdp2, blocks compiled",
     "hooks, blocks compiled",
@@ -82,7 +85,7 @@ def work(args: argparse.Namespace) -> None:
             losses[system] = loss.item()
 
         steps = {system: partial(step, system) for system in SYSTEMS}
-        times = in_turns(steps, args.rounds, warm_up=2, clock=until_all)  # the first two compile and warm up
+        times = in_turns(steps, args.rounds, WARM_UP, clock=until_all)
         for model in models.values():
             model.zero_grad()
         measured = {}
@@ -126,21 +129,24 @@ def table(args: argparse.Namespace, by_rank: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--ranks", type=positive, default=2)
     add_model_arguments(parser)
     parser.set_defaults(width=256, layers=4, batch=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--threads", type=int, default=1)
-    add_output_arguments(parser)
+    parser.add_argument("--heads", type=positive, default=4)
+    parser.add_argument("--rounds", type=positive, default=15)
+    parser.add_argument(
+        "--backend", choices=["inductor", "aot_eager", "eager"], default="inductor", help="of torch.compile"
+    )
+    parser.add_argument("--threads", type=positive, default=1)
     args = parser.parse_args()
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
     if is_rank():
         work(args)
         return
     limits = "All ranks share this machine's cores, and gathers and reductions are copies over loopback."
-    report = Report(args, "Forward and backward as one compiled graph", shape_of(args), limits)
+    report = Report(args, "Forward and backward as one compiled graph", shape_of(args, WARM_UP), limits, args.threads)
     report.add(table(args, launch(args.ranks)))
 
 

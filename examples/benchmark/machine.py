@@ -20,6 +20,8 @@ class Machine:
         cores: that this process may use.
         memory: bytes.
         load: runnable processes in the minute before.
+        omp_num_threads: the environment variable; None where it is not set.
+        threads: torch's, in each process that is measured.
         gpu: name of the GPU; None without one.
         versions: name to version of Python and the packages.
     """
@@ -28,16 +30,25 @@ class Machine:
     cores: int
     memory: int
     load: float
+    omp_num_threads: str | None
+    threads: int
     gpu: str | None
     versions: dict[str, str]
 
     @staticmethod
-    def here() -> "Machine":
+    def here(threads: int | None = None) -> "Machine":
+        """This machine now.
+
+        Args:
+            threads: torch's in the processes that are measured; None for those of this one.
+        """
         return Machine(
             _processor(),
             len(os.sched_getaffinity(0)),
             psutil.virtual_memory().total,
             os.getloadavg()[0],
+            os.environ.get("OMP_NUM_THREADS"),
+            threads or torch.get_num_threads(),
             torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             {"Python": platform.python_version(), "torch": torch.__version__, "mfsdp": version("mfsdp") + _revision()},
         )
@@ -46,7 +57,8 @@ class Machine:
         gpu = f", {self.gpu}" if self.gpu else ""
         return (
             f"{self.processor}, {self.cores} cores, {self.memory / 2**30:.0f} GiB of memory{gpu}; "
-            f"load average at the start {self.load:.1f}"
+            f"load average at the start {self.load:.1f}; OMP_NUM_THREADS {self.omp_num_threads or 'not set'}, "
+            f"{self.threads} {'thread' if self.threads == 1 else 'threads'} of torch in a process"
         )
 
 

@@ -17,13 +17,13 @@ On a GPU there is also the batched step captured in a CUDA graph, ``mfsdp, repla
 Says so and ends where ``--device cuda`` finds no GPU.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 from chart import SUFFIX, Bars
-from report import Column, Report, Table, add_output_arguments
+from options import benchmark_parser, positive
+from report import Column, Report, Table
 from timing import MEDIAN, in_turns, milliseconds, noise, ratio
 from torch import nn
 
@@ -159,13 +159,12 @@ def table(title: str, times: dict[str, list[float]], flops: float) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compile", action="store_true", help="also the compiled step (always on a GPU)")
     parser.add_argument("--shapes", choices=["small", "tiny", *model_names()], help="by device: small, or llama3-8b")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=15)
-    add_output_arguments(parser)
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=positive, default=15)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no GPU here: nothing was measured")

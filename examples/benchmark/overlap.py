@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from chart import SUFFIX, Bars
-from launching import is_rank, launch, world, write_results
-from report import Column, Report, Table, add_output_arguments, mib
+from launching import RANK_THREADS, is_rank, launch, world, write_results
+from options import benchmark_parser, positive
+from report import Column, Report, Table, mib
 from systems import add_model_arguments, shape_of
-from timing import milliseconds, noise, slowest_rank
+from timing import in_order, milliseconds, noise, slowest_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -77,7 +78,7 @@ def work(args: argparse.Namespace) -> None:
         generator = torch.Generator().manual_seed(dist.get_rank())
         for turn in range(args.rounds + 1):
             tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
-            for way in WAYS:
+            for way in in_order(WAYS, turn):
                 loss = models[way](tokens[:, :-1], tokens[:, 1:])
                 taken = {"backward": slowest_rank(loss.backward), "step": slowest_rank(optimizers[way].step)}
                 optimizers[way].zero_grad()
@@ -115,18 +116,17 @@ def table(args: argparse.Namespace, by_rank: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--ranks", type=positive, default=2)
     add_model_arguments(parser)
     parser.set_defaults(width=256, layers=12, batch=4)
-    parser.add_argument("--rounds", type=int, default=7)
-    add_output_arguments(parser)
+    parser.add_argument("--rounds", type=positive, default=7)
     args = parser.parse_args()
     if is_rank():
         work(args)
         return
     limits = "On loopback backward waits for no network, so that a step in it gains no time."
-    report = Report(args, "Optimizer steps during backward", shape_of(args), limits)
+    report = Report(args, "Optimizer steps during backward", shape_of(args), limits, RANK_THREADS)
     report.add(table(args, launch(args.ranks)))
 
 

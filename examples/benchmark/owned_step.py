@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from chart import Bars
-from launching import is_rank, launch, world, write_results
-from report import Column, Report, Table, add_output_arguments
+from launching import RANK_THREADS, is_rank, launch, world, write_results
+from options import benchmark_parser, positive
+from report import Column, Report, Table
 from timing import MEDIAN, in_turns, milliseconds, ratio
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -96,14 +97,15 @@ def table(args: argparse.Namespace, by_rank: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--matrices", type=int, default=96)
-    parser.add_argument("--width", type=int, default=384, help="matrices are width x width, and width x 2 width")
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--ranks", type=positive, default=8)
+    parser.add_argument("--matrices", type=positive, default=96)
+    parser.add_argument("--width", type=positive, default=384, help="matrices are width x width, and width x 2 width")
     parser.add_argument("--batched", action="store_true")
-    parser.add_argument("--rounds", type=int, default=20)
-    add_output_arguments(parser)
+    parser.add_argument("--rounds", type=positive, default=20)
     args = parser.parse_args()
+    if args.matrices < args.ranks:
+        parser.error(f"every rank needs a matrix, but --matrices {args.matrices} are fewer than --ranks {args.ranks}")
     if is_rank():
         work(args)
         return
@@ -112,7 +114,7 @@ def main() -> None:
         f"rank's step, {MEDIAN}"
     )
     limits = "Ranks share cores and caches, which CPU time does not leave out."
-    report = Report(args, "The step over owned DTensors and over plain tensors", shape, limits)
+    report = Report(args, "The step over owned DTensors and over plain tensors", shape, limits, RANK_THREADS)
     report.add(table(args, launch(args.ranks)))
 
 

@@ -5,7 +5,6 @@ one core, and prints CPU seconds and the memory of the process. ``... evenness``
 is in the way of more.
 """
 
-import argparse
 import gc
 import os
 import random
@@ -17,7 +16,8 @@ from typing import Any
 
 import torch
 from chart import Lines
-from report import Column, Report, Table, add_output_arguments
+from options import at_least, benchmark_parser, positive
+from report import Column, Report, Table
 
 from mfsdp.planning import ParameterSpec, Role, plan_specs
 from mfsdp.planning.catalogue import catalogue_specs, model_names
@@ -141,12 +141,13 @@ def evenness(models: Sequence[str]) -> Table:
 
 def main() -> None:
     """Print one of the two tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("table", choices=("time", "evenness"))
-    parser.add_argument("--largest", type=int, default=PARAMETERS[-1], help="most parameters to time")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--largest", type=at_least(PARAMETERS[0]), default=PARAMETERS[-1], help="most parameters to time"
+    )
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--models", nargs="+", choices=model_names(), default=model_names())
-    add_output_arguments(parser)
     args = parser.parse_args()
     if args.table == "evenness":
         shape = "Muon in fp32; the fullest or busiest rank over max(mean of all ranks, largest item)"

@@ -13,14 +13,6 @@ from chart import MISSING, Chart, can_draw, draw
 from machine import Machine
 
 
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the results go; the same in every benchmark."""
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="also write STEM.md, STEM.json and STEM.png, as each table is done"
-    )
-    parser.add_argument("--no-plot", action="store_true", help="no STEM.png, which needs matplotlib")
-
-
 @dataclass(frozen=True)
 class Column:
     """A column of a table.
@@ -72,22 +64,25 @@ class Report:
     """The tables of one run of a benchmark; printed, and written, as they come.
 
     Args:
-        args: with what :func:`add_output_arguments` added.
+        args: with what :func:`options.benchmark_parser` adds.
         title: what is measured.
         measured: shapes, batch size and repeats, as one line.
         limits: what limits the figures, as one line.
+        threads: torch's in each process that is measured; None for those of this one.
 
     Raises:
         SystemExit: a picture is wanted, and matplotlib is missing.
     """
 
-    def __init__(self, args: argparse.Namespace, title: str, measured: str, limits: str) -> None:
+    def __init__(
+        self, args: argparse.Namespace, title: str, measured: str, limits: str, threads: int | None = None
+    ) -> None:
         self._stem: Path | None = args.output
         self._plot = not args.no_plot
         if self._stem and self._plot and not can_draw():
             raise SystemExit(MISSING)
         self.title, self.measured, self.limits = title, measured, limits
-        self.machine = Machine.here()
+        self.machine = Machine.here(threads)
         self.command = shlex.join(["python", *_from_root(sys.argv)])
         self.tables: list[Table] = []
         print(self._head(), flush=True)

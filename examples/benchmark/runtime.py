@@ -27,9 +27,10 @@ import torch.distributed as dist
 from allocations import peak_memory
 from chart import SUFFIX, Bars
 from launching import Wire, is_rank, launch, slowest, world, write_results
-from report import Column, Report, Table, add_output_arguments, factor, mib
+from options import add_network_arguments, benchmark_parser, network_of, positive
+from report import Column, Report, Table, factor, mib
 from systems import add_model_arguments, shape_of
-from timing import milliseconds, noise, ratio
+from timing import in_order, milliseconds, noise, ratio
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -123,7 +124,8 @@ def work(args: argparse.Namespace) -> None:
     with world(args.threads) as mesh:
         before_model = resident_set("VmRSS")
         model = make(args)
-        models = {name: shard(copy.deepcopy(model), mesh, name.removesuffix(SUFFIX)) for name in args.systems}
+        names = [args.alone] if args.alone else [*SYSTEMS, AGAIN]
+        models = {name: shard(copy.deepcopy(model), mesh, name.removesuffix(SUFFIX)) for name in names}
         del model
         for name, sharded in models.items():
             if args.gather != "rule" and name.startswith("mfsdp"):
@@ -137,7 +139,8 @@ def work(args: argparse.Namespace) -> None:
         forget_peak()
         measured = {system: Measured([]) for system in models}
         for number in range(args.rounds + 1):  # the first is a warm-up
-            for system, result in measured.items():
+            for system in in_order(measured, number):
+                result = measured[system]
                 dist.barrier()
                 before, start = Wire.now(), time.perf_counter()
                 step(system)
@@ -164,7 +167,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Measured]]:
 
     together = run()
     for system in SYSTEMS:
-        for rank, alone in zip(together, run("--systems", system, "--rounds", "1"), strict=True):
+        for rank, alone in zip(together, run("--alone", system, "--rounds", "1"), strict=True):
             rank[system].peak_rss = alone[system].peak_rss
     return together
 
@@ -212,8 +215,7 @@ def table(args: argparse.Namespace, by_rank: list[dict[str, Measured]]) -> Table
         ),
         Bars("peak memory of it", "MiB", {row["system"]: row["peak"] / 2**20 for row in rows}),
     ]
-    network = f"{args.nodes} emulated nodes, {args.rate}" if args.nodes else "loopback"
-    return Table(f"{args.ranks} ranks, {network}", COLUMNS, rows, notes, charts)
+    return Table(f"{args.ranks} ranks, {network_of(args)}", COLUMNS, rows, notes, charts)
 
 
 COLUMNS = (
@@ -231,19 +233,18 @@ COLUMNS = (
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--nodes", type=int, default=0, help="emulated nodes; 0 is loopback")
-    parser.add_argument("--rate", default="1gbit", help="egress of an emulated node")
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--ranks", type=positive, default=2)
+    add_network_arguments(parser)
     parser.add_argument("--model", choices=["gpt", "two-matrices"], default="gpt")
     add_model_arguments(parser)
     parser.set_defaults(width=512)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--threads", type=positive, default=1)
     gathers = ["rule", "broadcast", "chain", "resplit"]
     parser.add_argument("--gather", choices=gathers, default="rule", help="how mfsdp gathers")
-    parser.add_argument("--systems", nargs="+", default=[*SYSTEMS, AGAIN], help=argparse.SUPPRESS)  # of a rank
-    add_output_arguments(parser)
+    if is_rank():
+        parser.add_argument("--alone", choices=SYSTEMS, help="measure only this one")
     return parser.parse_args()
 
 
@@ -255,7 +256,7 @@ def main() -> None:
     shape = shape_of(args)
     if args.model != "gpt":
         shape = f"one unit of two matrices, {shape.partition(', ')[2]}"
-    report = Report(args, "Forward and backward against FSDP2", shape, LIMITS)
+    report = Report(args, "Forward and backward against FSDP2", shape, LIMITS, args.threads)
     report.add(table(args, measure(args)))
 
 

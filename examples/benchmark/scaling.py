@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from chart import Lines
-from launching import is_rank, launch, slowest, world, write_results
-from report import Column, Report, Table, add_output_arguments
+from launching import RANK_THREADS, is_rank, launch, slowest, world, write_results
+from options import benchmark_parser, positive, positive_number
+from report import Column, Report, Table
 from systems import SYSTEMS, add_model_arguments, model_of, shape_of
-from timing import milliseconds, noise, own_time
+from timing import in_order, milliseconds, noise, own_time
 from torch.distributed.fsdp import FSDPModule
 
 import mfsdp
@@ -66,7 +67,8 @@ def work(args: argparse.Namespace) -> None:
         for number in range(args.rounds + 1):  # the first is a warm-up
             alone = backward(synchronised=False)
             reduction = backward(synchronised=True) - alone
-            times = {"step": own_time(step), "gather": own_time(gather), "reduce": reduction, AGAIN: own_time(step)}
+            timed = {"step": step, "gather": gather, AGAIN: step}
+            times = {name: own_time(timed[name]) for name in in_order(timed, number)} | {"reduce": reduction}
             for optimizer in setup.optimizers:
                 optimizer.zero_grad()
             if number:
@@ -146,16 +148,21 @@ SIMULATED = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4, 8])
-    parser.add_argument("--simulate", type=int, nargs="*", default=[64, 128, 256, 512, 1024])
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--ranks", type=positive, nargs="*", default=[1, 2, 4, 8])
+    parser.add_argument("--simulate", type=positive, nargs="*", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--model", nargs="+", choices=model_names(), default=["llama3-8b", "gpt2-124m"])
-    parser.add_argument("--tflops", type=float, default=200.0, help="Newton-Schulz of one rank, in 10^12 per second")
-    parser.add_argument("--gbytes", type=float, default=25.0, help="network of one rank, in 10^9 bytes per second")
+    parser.add_argument(
+        "--tflops", type=positive_number, default=200.0, help="Newton-Schulz of one rank, in 10^12 per second"
+    )
+    parser.add_argument(
+        "--gbytes", type=positive_number, default=25.0, help="network of one rank, in 10^9 bytes per second"
+    )
     add_model_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=5)
-    add_output_arguments(parser)
+    parser.add_argument("--rounds", type=positive, default=5)
     args = parser.parse_args()
+    if not args.ranks and not args.simulate:
+        parser.error("neither --ranks to measure nor ranks to --simulate")
     if is_rank():
         work(args)
         return
@@ -163,7 +170,7 @@ def main() -> None:
         "The measured ranks share this machine's cores: work that is divided among them does not become faster with "
         "more of them than cores, and gathers, which each rank makes, become slower."
     )
-    report = Report(args, "Scaling of mfsdp", shape_of(args), limits)
+    report = Report(args, "Scaling of mfsdp", shape_of(args), limits, RANK_THREADS)
     if args.ranks:
         report.add(measured(args))
     for name in args.model if args.simulate else ():

@@ -15,31 +15,33 @@ from torch.optim import Optimizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from baselines import AllToAllMuon, GatherOnceMuon, zero1_owner_muon
 from gpt import GPT
+from options import multiple_of, positive
 from setups import Setup, matrix_names, with_fsdp2, with_mfsdp
 from timing import SLOWEST
 
 LR, OTHER_LR = 0.02, 3e-3
+HEADS = 8
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The sizes of the model, and of what it is given."""
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--width", type=multiple_of(HEADS), default=384)
+    parser.add_argument("--layers", type=positive, default=8)
+    parser.add_argument("--batch", type=positive, default=2)
+    parser.add_argument("--context", type=positive, default=64)
 
 
 def model_of(args: argparse.Namespace) -> GPT:
     """The model of these sizes, the same on every rank."""
     torch.manual_seed(0)
-    return GPT(args.width, args.layers, heads=8, context=args.context)
+    return GPT(args.width, args.layers, heads=HEADS, context=args.context)
 
 
-def shape_of(args: argparse.Namespace) -> str:
+def shape_of(args: argparse.Namespace, warm_up: int = 1) -> str:
     """The model, the batch and the repeats, as a report states them."""
     return (
         f"GPT of {args.layers} blocks, width {args.width}, fp32, {args.batch} x {args.context} tokens a rank, "
-        f"{args.rounds} rounds after one to warm up; {SLOWEST}"
+        f"{args.rounds} rounds after {warm_up} to warm up; {SLOWEST}"
     )
 
 

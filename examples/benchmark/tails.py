@@ -8,14 +8,14 @@ step over them also has to gather both and to scatter the parameters: ``flat, wi
 compared with ``fused``, which visits the tensors where they are, in one call.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from chart import SUFFIX, Bars
-from report import Column, Report, Table, add_output_arguments, factor
+from options import benchmark_parser, positive
+from report import Column, Report, Table, factor
 from timing import MEDIAN, in_turns, milliseconds, noise, ratio
 from torch import nn
 
@@ -68,11 +68,10 @@ def table(times: dict[str, list[float]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tails", type=int, default=200)
-    parser.add_argument("--elements", type=int, default=768)
-    parser.add_argument("--rounds", type=int, default=50)
-    add_output_arguments(parser)
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--tails", type=positive, default=200)
+    parser.add_argument("--elements", type=positive, default=768)
+    parser.add_argument("--rounds", type=positive, default=50)
     args = parser.parse_args()
     shape = (
         f"{args.tails} tensors of {args.elements} elements, fp32, {torch.get_num_threads()} threads, "

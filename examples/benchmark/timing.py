@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,11 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def in_order(names: Iterable[str], number: int) -> list[str]:
+    """The order of a round: every other one is the opposite, so that nothing always runs after the same neighbour."""
+    return list(names)[:: 1 if number % 2 else -1]
+
+
 def in_turns(
     calls: Mapping[str, Callable[[], object]],
     rounds: int,
@@ -74,8 +79,7 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Times of each call by round.
 
-    In a round each is called once, every other round in the opposite order, so that other load on the machine hits all
-    alike.
+    In a round each is called once, see :func:`in_order`, so that other load on the machine hits all alike.
 
     Args:
         calls: by name.
@@ -85,7 +89,7 @@ def in_turns(
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(warm_up + rounds):
-        for name in list(calls)[:: 1 if number % 2 else -1]:
+        for name in in_order(calls, number):
             taken = clock(calls[name])
             if number >= warm_up:
                 times[name].append(taken)

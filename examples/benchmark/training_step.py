@@ -8,25 +8,23 @@ other programs send over it meanwhile (of all rounds the one with least is taken
 For ranks with a network between them see cluster.py.
 """
 
-import argparse
-
 from comparison import CORES, STOCK, add_comparison_arguments, measure, step_table, work
-from launching import is_rank
-from report import Report, add_output_arguments
+from launching import RANK_THREADS, is_rank
+from options import benchmark_parser, positive
+from report import Report
 from systems import shape_of
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[2, 4, 8])
     add_comparison_arguments(parser, rounds=5)
-    add_output_arguments(parser)
     args = parser.parse_args()
     if is_rank():
         work(args)
         return
     limits = f"{CORES}, and loopback is no network: a byte costs a copy or two. {STOCK}"
-    report = Report(args, "Optimizer step and training step on one machine", shape_of(args), limits)
+    report = Report(args, "Optimizer step and training step on one machine", shape_of(args), limits, RANK_THREADS)
     for ranks in args.ranks:
         report.add(step_table(f"{ranks} ranks, loopback", measure(ranks)))
 
