@@ -38,12 +38,11 @@ from torch.optim import Optimizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import setups
 from gpt import GPT
-from systems import HEADS, example_options
+from systems import AGAIN, HEADS, OURS, example_options
 
 import mfsdp
 
 CONTEXT = 64
-AGAIN = "mfsdp" + SUFFIX
 
 
 class System(ABC):
@@ -91,7 +90,7 @@ class Torchs(System):
 
 SYSTEMS: dict[str, Callable[[GPT, DeviceMesh], System]] = {
     "fsdp2": lambda model, mesh: Torchs(setups.with_fsdp2(model, mesh, example_options())),
-    "mfsdp": lambda model, mesh: Ours(setups.with_mfsdp(model, mesh, example_options())),
+    OURS: lambda model, mesh: Ours(setups.with_mfsdp(model, mesh, example_options())),
 }
 
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from chart import Chart, Lines
-from comparison import AGAIN, OURS, STOCK, Result, add_comparison_arguments, measure, step_table, work
+from comparison import STOCK, Result, add_comparison_arguments, measure, step_table, work
 from emulated_nodes import unavailable
 from launching import RANK_THREADS, is_rank, launch, world, write_results
 from options import World, benchmark_parser, rate
 from report import Column, Report, Table, factor
-from systems import shape_of
+from systems import AGAIN, OURS, shape_of
 from timing import ratio
 
 from mfsdp.optim import newton_schulz

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from chart import SUFFIX, Bars
+from chart import Bars
 from launching import Wire, launch, slowest, world, write_results
 from options import positive
 from report import Column, Table, factor, mib
-from systems import SYSTEMS, add_model_arguments, model_of
+from systems import AGAIN, OURS, SYSTEMS, add_model_arguments, model_of
 from timing import in_order, milliseconds, noise, ratio, spread
 from torch import Tensor
 
@@ -30,8 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import corpus
 from setups import Setup
 
-OURS = "mfsdp"
-AGAIN = OURS + SUFFIX
 STOCK = "On gloo DTensor replaces all-to-all by all-gather, so that stock would be faster on NCCL."
 CORES = "All ranks share this machine's cores, so that a rank's arithmetic is slower the more ranks there are"
 

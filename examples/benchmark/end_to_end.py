@@ -11,11 +11,11 @@ import statistics
 from typing import Any
 
 from chart import Lines
-from comparison import CORES, OURS, STOCK, Result, add_comparison_arguments, measure, noise_notes, work
+from comparison import CORES, STOCK, Result, add_comparison_arguments, measure, noise_notes, work
 from launching import RANK_THREADS, is_rank
 from options import BatchShape, benchmark_parser, positive
 from report import Column, Report, Table, factor
-from systems import shape_of
+from systems import OURS, shape_of
 from timing import milliseconds, ratio
 
 SYSTEMS = ["stock", "all-to-all", "adamw"]

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from allocations import peak_memory, resident_memory
 from chart import SUFFIX, Bars
-from comparison import AGAIN, OURS
 from launching import RANK_THREADS, is_rank, launch, world, write_results
 from options import benchmark_parser, positive
 from report import Column, Report, Table, factor, mib
-from systems import SYSTEMS, add_model_arguments, model_of
+from systems import AGAIN, OURS, SYSTEMS, add_model_arguments, model_of
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp

@@ -29,7 +29,7 @@ from chart import SUFFIX, Bars
 from launching import Wire, is_rank, launch, slowest, world, write_results
 from options import add_network_arguments, benchmark_parser, network_of, positive
 from report import Column, Report, Table, factor, mib
-from systems import add_model_arguments, shape_of
+from systems import AGAIN, OURS, add_model_arguments, shape_of
 from timing import in_order, milliseconds, noise, ratio
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,8 +45,7 @@ from mfsdp.fsdp.param_group import OwnerParamGroup
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpt import GPT
 
-SYSTEMS = ("fsdp2", "mfsdp")
-AGAIN = "mfsdp" + SUFFIX
+SYSTEMS = ("fsdp2", OURS)
 LIMITS = (
     "All ranks share this machine's cores, so that waiting for the network overlaps with other ranks' arithmetic. On "
     "gloo FSDP2's reduce_scatter_tensor sends as much as an all-reduce, which it does not on NCCL."
@@ -86,7 +85,7 @@ def make(args: argparse.Namespace) -> nn.Module:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, system: str) -> nn.Module:
-    if system == "mfsdp":
+    if system == OURS:
         plan = mfsdp.plan(model, mesh)
         for module in (*model.blocks, model):
             mfsdp.fully_shard(module, mesh=mesh, plan=plan)
@@ -128,7 +127,7 @@ def work(args: argparse.Namespace) -> None:
         models = {name: shard(copy.deepcopy(model), mesh, name.removesuffix(SUFFIX)) for name in names}
         del model
         for name, sharded in models.items():
-            if args.gather != "rule" and name.startswith("mfsdp"):
+            if args.gather != "rule" and name.startswith(OURS):
                 choose_gather(sharded, args.gather)
         generator = torch.Generator().manual_seed(dist.get_rank())
         tokens = torch.randint(256, (args.batch, args.context + 1), generator=generator)
@@ -205,7 +204,7 @@ def table(args: argparse.Namespace, by_rank: list[dict[str, Measured]]) -> Table
     exact, padded = padded_bytes(args)
     notes = [
         f"owned units: {mib(exact)}; a gather that pads segments would move {padded / exact:.1f}x that.",
-        noise("mfsdp", rows[1]["seconds"], rows[2]["seconds"]),
+        noise(OURS, rows[1]["seconds"], rows[2]["seconds"]),
     ]
     charts = [
         Bars(

@@ -16,11 +16,11 @@ import time
 from typing import Any
 
 import torch
-from chart import Lines
+from chart import SUFFIX, Lines
 from launching import RANK_THREADS, is_rank, launch, slowest, world, write_results
 from options import benchmark_parser, positive, positive_number
 from report import Column, Report, Table
-from systems import SYSTEMS, add_model_arguments, model_of, shape_of
+from systems import OURS, SYSTEMS, add_model_arguments, model_of, shape_of
 from timing import in_order, milliseconds, noise, own_time
 from torch.distributed.fsdp import FSDPModule
 
@@ -35,7 +35,7 @@ ACTIVITIES = {
     "reduce": "reduction of all gradients",
     "plan": "planning",
 }
-AGAIN = "step again"
+AGAIN = "step" + SUFFIX
 
 
 def work(args: argparse.Namespace) -> None:
@@ -44,7 +44,7 @@ def work(args: argparse.Namespace) -> None:
         planned = model_of(args)
         found: dict[str, list[float]] = {name: [] for name in (*ACTIVITIES, AGAIN)}
         found["plan"] = [own_time(lambda: mfsdp.plan(planned, mesh, cost_model=MuonCost())) for _ in range(args.rounds)]
-        setup = SYSTEMS["mfsdp"](model_of(args), mesh)
+        setup = SYSTEMS[OURS](model_of(args), mesh)
         model = setup.model
         assert isinstance(model, FSDPModule)
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]

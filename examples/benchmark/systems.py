@@ -14,11 +14,15 @@ from torch.optim import Optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from baselines import AllToAllMuon, GatherOnceMuon, zero1_owner_muon
+from chart import SUFFIX
 from gpt import GPT
 from options import multiple_of, positive
 from setups import Setup, matrix_names, with_fsdp2, with_mfsdp
 from timing import SLOWEST
 
+OURS = "mfsdp"
+AGAIN = OURS + SUFFIX
+"""Its second run, which shows the noise."""
 LR, OTHER_LR = 0.02, 3e-3
 HEADS = 8
 
@@ -84,7 +88,7 @@ def _setup(
 
 
 SYSTEMS: dict[str, Callable[[GPT, DeviceMesh], Setup]] = {
-    "mfsdp": lambda model, mesh: with_mfsdp(model, mesh, example_options()),
+    OURS: lambda model, mesh: with_mfsdp(model, mesh, example_options()),
     "stock": lambda model, mesh: with_fsdp2(model, mesh, example_options()),
     "gather-once": lambda model, mesh: _on_fsdp2(lambda params: GatherOnceMuon(params, lr=LR), model, mesh),
     "all-to-all": lambda model, mesh: _on_fsdp2(lambda params: AllToAllMuon(params, lr=LR), model, mesh),

@@ -10,11 +10,11 @@ Muon add up partial products in bfloat16 besides.
 from typing import Any
 
 from chart import Lines
-from comparison import AGAIN, OURS, Result, add_comparison_arguments, measure, work
+from comparison import Result, add_comparison_arguments, measure, work
 from launching import RANK_THREADS, is_rank
 from options import benchmark_parser, positive
 from report import Column, Report, Table
-from systems import shape_of
+from systems import AGAIN, OURS, shape_of
 
 REFERENCE = "ddp"
 SYSTEMS = [OURS, REFERENCE, "stock"]
