@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mfsdp.fsdp.objects import all_gather_object
 from test_multiprocess.world import Worlds, on_ranks
 
 
@@ -14,6 +15,12 @@ def test_every_rank_runs(mesh: DeviceMesh, world_size: int) -> None:
     dist.all_reduce(total)
     assert mesh.size() == world_size
     assert total.item() == world_size * (world_size - 1) // 2
+
+
+@on_ranks(4)
+def test_ranks_iterate_over_a_set_in_different_orders(mesh: DeviceMesh) -> None:
+    orders = all_gather_object(list({f"layers.{index}" for index in range(8)}))
+    assert len({tuple(order) for order in orders}) == 4
 
 
 def fail_on_rank_1() -> None:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -61,6 +62,20 @@ def _run_one(mesh: DeviceMesh, module: str, name: str, kwargs: dict[str, Any]) -
     return function(**kwargs)
 
 
+@contextmanager
+def _hash_seed(seed: int) -> Iterator[None]:
+    """Processes that are started inside hash strings with ``seed``."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = str(seed)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONHASHSEED"]
+        else:
+            os.environ["PYTHONHASHSEED"] = before
+
+
 class World:
     """``world_size`` processes joined in one gloo process group."""
 
@@ -77,7 +92,8 @@ class World:
                 args=(rank, world_size, f"{self._folder.name}/rendezvous", sys.path, theirs),
                 daemon=True,
             )
-            process.start()
+            with _hash_seed(rank + 1):
+                process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)

@@ -123,7 +123,7 @@ def shard_graph(
     assert isinstance(module, nn.Module)
     _prepare_compiler()
     _replace_parameters(units, mesh)
-    for name in units.keys() | {""}:
+    for name in dict.fromkeys([*units, ""]):
         make_graph_module(modules[name], _unit(name, units.get(name, []), mesh, options))
     assert isinstance(module, GraphModule)
     if plan is not None:
