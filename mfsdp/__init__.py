@@ -3,7 +3,7 @@
 from mfsdp import checkpoint, optim
 from mfsdp.comm_counter import CommCounter
 from mfsdp.dtensor import distribute_tensor
-from mfsdp.fsdp import backward, compile_step, fully_shard
+from mfsdp.fsdp import backward, compile_step, fully_shard, register_forward_method
 from mfsdp.placements import OwnerShard, Tail
 from mfsdp.planning import MatrixShard, Role, ShardPlan, plan
 
@@ -21,4 +21,5 @@ __all__ = [
     "fully_shard",
     "optim",
     "plan",
+    "register_forward_method",
 ]

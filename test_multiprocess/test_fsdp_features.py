@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
-    register_fsdp_forward_method,
 )
 
+import mfsdp
 from mfsdp.comm_counter import CommCounter
 from mfsdp.dtensor import local_tensor
 from mfsdp.fsdp import fully_shard
@@ -136,7 +136,7 @@ def test_other_methods_can_be_forwards(mesh: DeviceMesh) -> None:
     reference = same_model(WithEncode)
     model = copy.deepcopy(reference)
     shard(model, mesh)
-    register_fsdp_forward_method(model, "encode")
+    mfsdp.register_forward_method(model, "encode")
     compare(model, reference, lambda m: m.encode(rank_input(4)).sum(), world_size=2)
 
 

@@ -196,6 +196,17 @@ Every rank must plan the same model for the same mesh with the same options.""",
     )
 
 
+@on_ranks(2)
+def test_a_plan_on_one_rank_only(mesh: DeviceMesh) -> None:
+    model = same_model()
+    made = plan(model, mesh)
+    text = refusal(RuntimeError, model, mesh=mesh, plan=made if dist.get_rank() == 1 else None)
+    expect(
+        text,
+        """a plan was passed to fully_shard on rank 1, and none on rank 0. Pass it on all ranks, or on none.""",
+    )
+
+
 @on_ranks(4)
 def test_replicas_with_different_plans(mesh: DeviceMesh) -> None:
     hsdp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -1,16 +1,20 @@
 """What graph style refuses, on every rank, with its own text, before anything is moved."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+import mfsdp
 from mfsdp.fsdp import fully_shard
-from mfsdp.fsdp.graph import GraphModule
-from mfsdp.planning import plan
-from test_multiprocess.fsdp_cases import Block, same_model
-from test_multiprocess.graph_cases import shard_graph
+from mfsdp.fsdp.graph import GraphFSDPModule
+from mfsdp.planning import ShardPlan, plan
+from test_multiprocess.fsdp_cases import Block, TinyLM, rank_input, same_model
+from test_multiprocess.graph_cases import WithEncode, shard_graph
 from test_multiprocess.test_fsdp_refusals import expect, refusal
 from test_multiprocess.world import on_ranks
 
@@ -37,8 +41,8 @@ def test_hooks_in_a_model_of_graph_style(mesh: DeviceMesh) -> None:
     expect(
         text,
         """\
-this GraphBlock was sharded with style='graph', which covers a model as a whole: call fully_shard
-once, on the root, or use style='hooks' for all of its modules.""",
+this GraphFSDPBlock was sharded with style='graph', which covers a model as a whole: call
+fully_shard once, on the root, or use style='hooks' for all of its modules.""",
     )
 
 
@@ -50,8 +54,8 @@ def test_twice(mesh: DeviceMesh) -> None:
     expect(
         text,
         """\
-style='graph': this GraphTinyLM was sharded already. Call fully_shard(model, style='graph') once, on
-the root, and not on its blocks; the units in it are those of the plan.""",
+style='graph': this GraphFSDPTinyLM was sharded already. Call fully_shard(model, style='graph')
+once, on the root, and not on its blocks; the units in it are those of the plan.""",
     )
 
 
@@ -85,8 +89,8 @@ def test_the_root_after_a_block_without_a_plan(mesh: DeviceMesh) -> None:
     expect(
         text,
         """\
-style='graph': 'layers.1' (GraphBlock) was sharded already. Call fully_shard(model, style='graph')
-once, on the root, and not on its blocks; the units in it are those of the plan.""",
+style='graph': 'layers.1' (GraphFSDPBlock) was sharded already. Call fully_shard(model,
+style='graph') once, on the root, and not on its blocks; the units in it are those of the plan.""",
     )
 
 
@@ -108,6 +112,50 @@ def test_policies_that_need_hooks(mesh: DeviceMesh) -> None:
 reshard_after_forward=2 with style='graph': full parameters are gathered again from all ranks, or
 kept. Pass True or False, or use style='hooks'.""",
     )
+
+
+@on_ranks(2)
+def test_copying_a_sharded_model(mesh: DeviceMesh) -> None:
+    model = same_model()
+    shard_graph(model, mesh)
+    for copied in (model, model.layers):
+        with pytest.raises(NotImplementedError, match=r"^GraphFSDP(TinyLM|Block): .* cannot be copied. Copy the model"):
+            copy.deepcopy(copied)
+
+
+@on_ranks(2)
+def test_methods_that_are_not_registered_find_sharded_parameters(mesh: DeviceMesh) -> None:
+    model = same_model(WithEncode)
+    shard_graph(model, mesh)
+    with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
+        model.encode(rank_input(4))
+    with pytest.raises(ValueError, match=r"^GraphFSDPWithEncode has no method 'decode' to register"):
+        mfsdp.register_forward_method(model, "decode")
+
+
+@on_ranks(2)
+def test_ranks_that_plan_different_models(mesh: DeviceMesh) -> None:
+    model = same_model(lambda: TinyLM(width=8 + 4 * dist.get_rank()))
+    text = refusal(RuntimeError, model, mesh=mesh, style="graph")
+    expect(
+        text,
+        """\
+ranks 0 and 1 have different plans: embedding.weight: shape is [13, 8] in one plan and [13, 12] in
+the other, resident_bytes is 1664 in one plan and 2496 in the other, step_flops is 1456 in one plan
+and 2184 in the other. Every rank must plan the same model for the same mesh with the same options.""",
+    )
+
+
+@on_ranks(2)
+def test_a_plan_on_one_rank_only(mesh: DeviceMesh) -> None:
+    model = same_model()
+    entries = {
+        name: replace(entry, owner=0 if entry.owner is not None else None)
+        for name, entry in plan(model, mesh).entries.items()
+    }
+    made = ShardPlan(entries, 2).bind(model)
+    text = refusal(RuntimeError, model, mesh=mesh, plan=made if dist.get_rank() == 1 else None, style="graph")
+    assert text.startswith("ranks 0 and 1 have different plans: ")
 
 
 class Recurrent(nn.Module):
@@ -164,5 +212,5 @@ def test_only_one_rank_is_wrong(mesh: DeviceMesh) -> None:
     with pytest.raises(NotImplementedError, match="has no forward of its class"):
         fully_shard(model, mesh=mesh, plan=plan(model, mesh), style="graph")
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-    assert not any(isinstance(module, GraphModule) for module in model.modules())
+    assert not any(isinstance(module, GraphFSDPModule) for module in model.modules())
     dist.barrier()  # nobody is left behind in a collective

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
 from torch.distributed.utils import _get_root_modules
 
 from mfsdp.fsdp import checks
-from mfsdp.fsdp.graph import GraphModule, GraphOptions, shard_graph
+from mfsdp.fsdp.graph import GraphFSDPModule, GraphOptions, shard_graph
 from mfsdp.fsdp.managed import ManagedParameter, commit_loads, find_entries, find_parameters, plan_call, remember_plan
 from mfsdp.fsdp.param_group import OwnerParamGroup
 from mfsdp.fsdp.post_forward import post_forward_mesh_info
@@ -52,7 +52,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     style: Literal["graph"],
-) -> GraphModule: ...
+) -> GraphFSDPModule: ...
 
 
 @overload
@@ -83,7 +83,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     style: Literal["hooks", "graph"] = "hooks",
-) -> FSDPModule | GraphModule | list[FSDPModule]:
+) -> FSDPModule | GraphFSDPModule | list[FSDPModule]:
     """Shard a module's parameters over the mesh: each matrix whole on the rank that owns it.
 
     The call is that of :func:`torch.distributed.fsdp.fully_shard`, with ``plan`` added: call it on the blocks
@@ -108,7 +108,7 @@ def fully_shard(
         mesh: 1-D, or 2-D (replicate, shard) for HSDP; owners are coordinates on the last dimension. By default
             all ranks.
         plan: who owns what, from ``mfsdp.plan(model, mesh)``. Without one, this call's parameters are planned
-            now, continuing from what earlier calls have put on each rank of the mesh.
+            now, continuing from what earlier such calls have put on each rank of the mesh.
         reshard_after_forward: whether to free full parameters after forward; ``None``: in all but the root. An
             int: keep them in groups of that many ranks, each rank some segments, for the gather in backward.
         shard_placement_fn: not supported; roles and owners come from the plan.
@@ -122,12 +122,13 @@ def fully_shard(
     ``torch.compile(model, fullgraph=True)`` sees and schedules them. It takes one call, on the root of the planned
     model; the units are those of the plan. Uncompiled it gives the same numbers, without overlap.
     ``reshard_after_forward`` is a bool, there is no offloading, and the result is a
-    :class:`~mfsdp.fsdp.graph.GraphModule`, which has none of the methods of an ``FSDPModule``. Segments are broadcast
-    on every network; between hosts that gloo connects, hooks style has a faster way. To compile a model that
-    checkpoints activations, set ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint``.
+    :class:`~mfsdp.fsdp.graph.GraphFSDPModule`, which has none of the methods of an ``FSDPModule``. Methods other than
+    ``forward`` are registered with :func:`mfsdp.register_forward_method`. Segments are broadcast on every network;
+    between hosts that gloo connects, hooks style has a faster way. To compile a model that checkpoints activations,
+    set ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint``.
 
     Returns:
-        ``module``, changed in place into an ``FSDPModule`` (or the list of them), or into a ``GraphModule``.
+        ``module``, changed in place into an ``FSDPModule`` (or the list of them), or into a ``GraphFSDPModule``.
 
     Raises:
         ValueError: a parameter, a module, the mesh or the plan does not fit; the message says which and how.
@@ -168,7 +169,7 @@ def fully_shard(
 def _check_style(modules: Sequence[nn.Module], findings: checks.Findings) -> None:
     """Refuse hooks in a model of graph style."""
     for module in modules:
-        if any(isinstance(each, GraphModule) for each in module.modules()):
+        if any(isinstance(each, GraphFSDPModule) for each in module.modules()):
             findings.add(
                 ValueError(
                     f"this {type(module).__name__} was sharded with style='graph', which covers a model as a whole: "
@@ -201,7 +202,7 @@ def _plan_and_check(
         checks.check_parameters(managed, mesh, findings)
     checks.agree(mesh, plan, managed, findings)
     if plan is None and used is not None:
-        commit_loads(mesh, used)
+        commit_loads(mesh, used.loads())
     return managed
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "commit_loads",
     "find_entries",
     "find_parameters",
+    "loads_of_calls",
     "plan_call",
     "plan_of",
     "remember_plan",
@@ -93,6 +94,11 @@ def _module_names(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
 _loads: WeakKeyDictionary[DeviceMesh, tuple[RankLoad, ...]] = WeakKeyDictionary()
 
 
+def loads_of_calls(mesh: DeviceMesh) -> tuple[RankLoad, ...] | None:
+    """What earlier calls without a plan have put on each rank of ``mesh``; None if there were none."""
+    return _loads.get(mesh)
+
+
 def plan_call(found: Sequence[FoundParameter], mesh: DeviceMesh) -> ShardPlan:
     """A plan for one call that was given none, continuing from earlier such calls on the mesh.
 
@@ -105,14 +111,14 @@ def plan_call(found: Sequence[FoundParameter], mesh: DeviceMesh) -> ShardPlan:
         [(place.name, place.parameter, place.module) for place in found],
         mesh.size(-1),
         replicas=mesh.size(0) if mesh.ndim == 2 else 1,
-        initial_loads=_loads.get(mesh),
+        initial_loads=loads_of_calls(mesh),
     )
 
 
-def commit_loads(mesh: DeviceMesh, plan: ShardPlan) -> None:
-    """Remember what a plan by :func:`plan_call` has put on the ranks of ``mesh``."""
-    before = _loads.get(mesh) or (RankLoad(),) * plan.world_size
-    _loads[mesh] = tuple(old + new for old, new in zip(before, plan.loads(), strict=True))
+def commit_loads(mesh: DeviceMesh, added: Sequence[RankLoad]) -> None:
+    """Remember what a call without a plan has put on each rank of ``mesh``."""
+    before = _loads.get(mesh) or (RankLoad(),) * len(added)
+    _loads[mesh] = tuple(old + new for old, new in zip(before, added, strict=True))
 
 
 # The plans that modules were sharded by.
@@ -125,7 +131,10 @@ def remember_plan(modules: Sequence[nn.Module], plan: ShardPlan) -> None:
 
 
 def plan_of(model: nn.Module) -> ShardPlan | None:
-    """The plan that was passed to ``fully_shard`` for ``model``, or else for a module in it; None without one."""
+    """The plan of ``model`` that ``fully_shard`` was given, or else of a module in it; None without one.
+
+    Graph style plans whole models, so that its plan is known even if it was not given one.
+    """
     return next((_plans[module] for module in model.modules() if module in _plans), None)
 
 

@@ -14,12 +14,21 @@ from torch.distributed.tensor.placement_types import Placement
 
 from mfsdp.fsdp import checks
 from mfsdp.fsdp.collectives import ShardGroup
-from mfsdp.fsdp.graph.module import GraphModule, make_graph_module
+from mfsdp.fsdp.graph.module import GraphFSDPModule, make_graph_module
 from mfsdp.fsdp.graph.spec import Precision, Wires
 from mfsdp.fsdp.graph.unit import GraphUnit, Place, UnitParameters
-from mfsdp.fsdp.managed import FoundParameter, ManagedParameter, find_entries, find_parameters, remember_plan
+from mfsdp.fsdp.managed import (
+    FoundParameter,
+    ManagedParameter,
+    commit_loads,
+    find_entries,
+    find_parameters,
+    loads_of_calls,
+    remember_plan,
+)
 from mfsdp.planning import PlanError, Role, ShardPlan
 from mfsdp.planning import plan as make_plan
+from mfsdp.planning.loads import loads_of
 from mfsdp.planning.records import rows_of_rank
 
 __all__ = ["GraphOptions", "shard_graph"]
@@ -80,13 +89,14 @@ def shard_graph(
     options: GraphOptions,
     ignored: AbstractSet[nn.Parameter],
     findings: checks.Findings,
-) -> GraphModule:
+) -> GraphFSDPModule:
     """Shard a whole model for graph style; see :func:`mfsdp.fully_shard`.
 
     Args:
         module: the root of the planned model.
         mesh: checked already.
-        plan: who owns what; by default made from the model.
+        plan: who owns what; by default made from the model, continuing from what earlier calls without a plan have
+            put on each rank of the mesh.
         options: how units behave.
         ignored: parameters to leave alone.
         findings: what is known to be wrong with the call.
@@ -100,7 +110,7 @@ def shard_graph(
         checks.check_dtypes(found, findings)
         if used is None and not findings.errors:
             try:
-                used = make_plan(module, mesh)
+                used = make_plan(module, mesh, initial_loads=loads_of_calls(mesh))
             except PlanError as error:
                 findings.add(error)
         if used is not None:
@@ -119,15 +129,17 @@ def shard_graph(
                 "fully_shard once, on the root; mfsdp.plan(model, mesh, units=...) chooses units."
             )
         )
-    checks.agree(mesh, plan, managed, findings)
+    checks.agree(mesh, used, managed, findings)
     assert isinstance(module, nn.Module)
+    assert used is not None
     _prepare_compiler()
     _replace_parameters(units, mesh)
     for name in dict.fromkeys([*units, ""]):
         make_graph_module(modules[name], _unit(name, units.get(name, []), mesh, options))
-    assert isinstance(module, GraphModule)
-    if plan is not None:
-        remember_plan([module], plan)
+    assert isinstance(module, GraphFSDPModule)
+    remember_plan([module], used)
+    if plan is None:
+        commit_loads(mesh, loads_of((parameter.entry for parameter in managed), used.world_size))
     return module
 
 
@@ -154,7 +166,7 @@ def _check_tree(root: nn.Module, findings: checks.Findings) -> None:
                 )
             )
             return
-        if isinstance(module, GraphModule):
+        if isinstance(module, GraphFSDPModule):
             findings.add(
                 ValueError(
                     f"style='graph': {where} was sharded already. Call fully_shard(model, style='graph') once, on the "

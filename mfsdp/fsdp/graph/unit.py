@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -50,6 +51,10 @@ class UnitParameters:
 
     def _sharded(self) -> list[Tensor]:
         return [module._parameters[name] for module, name in self._first_places]  # type: ignore[misc]
+
+    def is_full(self) -> bool:
+        """Whether the full parameters are registered: a forward of the unit is running."""
+        return not isinstance(self._sharded()[0], DTensor)
 
     def spec_for(self, trainable: tuple[bool, ...]) -> UnitSpec:
         """The numbers of the unit if these of its parameters are trained; a constant where a graph is compiled."""
@@ -117,7 +122,12 @@ class GraphUnit:
     policy: MixedPrecisionPolicy
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``forward(*args, **kwargs)`` with full parameters in the place of sharded ones."""
+        """``forward(*args, **kwargs)`` with full parameters in the place of sharded ones.
+
+        Within another forward of the unit they are there already.
+        """
+        if any(group.is_full() for group in self.groups):
+            return forward(*args, **kwargs)
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
         places: list[Place] = []
