@@ -12,11 +12,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import (
     _get_device_from_mesh,
     _get_mesh_info,
     _init_default_mesh,
-    _validate_module,
 )
 from torch.distributed.utils import _get_root_modules
 
 from mfsdp.fsdp import checks
+from mfsdp.fsdp.arguments import Arguments
 from mfsdp.fsdp.graph import GraphFSDPModule, GraphOptions, shard_graph
 from mfsdp.fsdp.managed import ManagedParameter, commit_loads, find_entries, find_parameters, plan_call, remember_plan
 from mfsdp.fsdp.param_group import OwnerParamGroup
@@ -133,23 +133,26 @@ def fully_shard(
     Raises:
         ValueError: a parameter, a module, the mesh or the plan does not fit; the message says which and how.
         NotImplementedError: something that FSDP2 can do and this cannot yet.
-        RuntimeError: ranks disagree on the plan or on the module.
+        TypeError: an argument of another type.
+        RuntimeError: ranks disagree on the plan or on the module, or pass different arguments.
 
         Each is raised on every rank, even if only one has the fault, and before anything is moved.
     """
-    if style not in ("hooks", "graph"):
-        raise ValueError(f"style must be 'hooks' or 'graph', not {style!r}.")
-    _validate_module(module, "fully_shard")  # type: ignore[arg-type]
     mesh = mesh or _init_default_mesh()
     checks.check_mesh(mesh)
-    modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
-    findings = checks.Findings()
+    modules = _modules_of(module)
+    ignored = set() if ignored_params is None else ignored_params
+    call = Arguments(modules, mesh, plan, reshard_after_forward, mp_policy, offload_policy, ignored, style)
+    findings = checks.Findings(call.described(), list(call.problems()))
     checks.check_options(mesh, reshard_after_forward, shard_placement_fn, dp_mesh_dims, findings)
+    checks.check_modules(module, modules, findings)
+    if findings.errors:  # whoever has some raises here, and the others with it
+        checks.agree(mesh, None, (), findings)
     if style == "graph":
         options = GraphOptions.of(reshard_after_forward, mp_policy, offload_policy, findings)
-        return shard_graph(module, mesh, plan, options, ignored_params or set(), findings)
+        return shard_graph(module, mesh, plan, options, ignored, findings)
     _check_style(modules, findings)
-    managed = _plan_and_check(modules, mesh, plan, ignored_params or set(), findings)
+    managed = _plan_and_check(modules, mesh, plan, ignored, findings)
     owned = [parameter for parameter in managed if parameter.entry.role is not Role.ROWS]
     result = torch_fsdp.fully_shard(
         module,
@@ -157,13 +160,22 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
-        ignored_params={parameter.parameter for parameter in owned} | (ignored_params or set()),
+        ignored_params={parameter.parameter for parameter in owned} | ignored,
     )
     reshard = True if reshard_after_forward is None else reshard_after_forward
     _add_owner_groups(modules, owned, mesh, reshard, mp_policy, offload_policy)
     if plan is not None:
         remember_plan(modules, plan)
     return result
+
+
+def _modules_of(module: Any) -> tuple[nn.Module, ...]:
+    """The modules to shard; those that are below another one of a list are sharded with it."""
+    if isinstance(module, nn.Module):
+        return (module,)
+    if not isinstance(module, Sequence):
+        return ()
+    return tuple(_get_root_modules([each for each in module if isinstance(each, nn.Module)]))
 
 
 def _check_style(modules: Sequence[nn.Module], findings: checks.Findings) -> None:
@@ -186,7 +198,7 @@ def _plan_and_check(
     findings: checks.Findings,
 ) -> list[ManagedParameter]:
     """What the plan says about each parameter of this call, if all ranks find nothing wrong with it."""
-    checks.check_modules(modules, findings)
+    checks.check_unsharded(modules, findings)
     found = list(find_parameters(modules, ignored))
     checks.check_dtypes(found, findings)
     managed: list[ManagedParameter] = []

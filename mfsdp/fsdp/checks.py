@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_init import _validate_module
 from torch.distributed.tensor import DTensor
 
+from mfsdp.fsdp.arguments import first_difference
 from mfsdp.fsdp.managed import FoundParameter, ManagedParameter
 from mfsdp.fsdp.objects import all_gather_object
 from mfsdp.planning import Role, ShardPlan
@@ -27,6 +29,7 @@ __all__ = [
     "check_options",
     "check_parameters",
     "check_plan",
+    "check_unsharded",
 ]
 
 _T = TypeVar("_T")
@@ -34,8 +37,14 @@ _T = TypeVar("_T")
 
 @dataclass
 class Findings:
-    """What this rank has against a call; filled by the checks, settled by :func:`agree`."""
+    """What this rank has against a call; filled by the checks, settled by :func:`agree`.
 
+    Args:
+        arguments: what this rank calls with, as :meth:`mfsdp.fsdp.arguments.Arguments.described` puts it.
+        errors: what is wrong with it.
+    """
+
+    arguments: dict[str, str]
     errors: list[Exception] = field(default_factory=list)
 
     def add(self, error: Exception) -> None:
@@ -46,18 +55,13 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """Raise at once for a mesh that one cannot even agree over.
 
     Raises:
-        ValueError: not 1-D or 2-D, or 2-D without names.
+        ValueError: neither 1-D nor 2-D.
     """
     if mesh.ndim not in (1, 2):
         raise ValueError(
             "fully_shard needs a mesh of 1 dimension, or of 2 (replicate, shard) for HSDP; this one has "
             f"{mesh.ndim}: {mesh}. Pass the part of it that is data parallel, for instance mesh['replicate', "
             "'shard']."
-        )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"fully_shard needs names for the dimensions of a 2-D mesh, which {mesh} has not. Make it with "
-            f"init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
         )
 
 
@@ -69,6 +73,13 @@ def check_options(
     findings: Findings,
 ) -> None:
     """Refuse what FSDP2 can do and owned parameters cannot, and what neither can."""
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        findings.add(
+            ValueError(
+                f"fully_shard needs names for the dimensions of a 2-D mesh, which {mesh} has not. Make it with "
+                f"init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
+            )
+        )
     if shard_placement_fn is not None:
         findings.add(
             NotImplementedError(
@@ -93,7 +104,26 @@ def check_options(
         )
 
 
-def check_modules(modules: Sequence[nn.Module], findings: Findings) -> None:
+def check_modules(module: object, modules: Sequence[nn.Module], findings: Findings) -> None:
+    """Refuse what is no module, and a container that is never called.
+
+    Args:
+        module: as it is passed to ``fully_shard``.
+        modules: the modules in it.
+        findings: takes what is found.
+    """
+    given = list(module) if isinstance(module, Sequence) else [module]
+    strange = [type(each).__name__ for each in given if not isinstance(each, nn.Module)]
+    if strange or not modules:
+        what = f"a {strange[0]}" if strange else "an empty list"
+        findings.add(TypeError(f"fully_shard takes a module, or a list of modules, but was given {what}."))
+    try:
+        _validate_module(module, "fully_shard")  # type: ignore[arg-type]
+    except ValueError as error:
+        findings.add(error)
+
+
+def check_unsharded(modules: Sequence[nn.Module], findings: Findings) -> None:
     """Refuse modules that ``fully_shard`` had before."""
     for module in modules:
         if isinstance(module, FSDPModule):
@@ -192,6 +222,7 @@ def _problems_of(managed: ManagedParameter, mesh: DeviceMesh) -> Iterator[Except
 class _Report:
     """What ranks tell each other about one call."""
 
+    arguments: dict[str, str]
     error: Exception | None
     plan_hash: str | None
     unit: tuple[tuple[str, ...], ...]
@@ -204,14 +235,18 @@ def agree(mesh: DeviceMesh, plan: ShardPlan | None, managed: Sequence[ManagedPar
 
     Raises:
         Exception: the first finding of this rank, or else that of the first rank that has one.
-        RuntimeError: ranks differ in their plans or in the unit's parameters.
+        RuntimeError: ranks differ in their arguments, in their plans or in the unit's parameters.
     """
     report = _Report(
+        arguments=findings.arguments,
         error=findings.errors[0] if findings.errors else None,
         plan_hash=plan.hash() if plan else None,
         unit=tuple(_describe(parameter) for parameter in managed),
     )
     reports = _exchange(mesh, report)
+    difference = first_difference([other.arguments for other in reports])
+    if difference is not None:  # before what is wrong, which may be a consequence
+        raise RuntimeError(_argument_difference(mesh, *difference))
     if report.error is not None:
         raise report.error
     for rank, other in enumerate(reports):
@@ -237,12 +272,20 @@ def _check_all_have_plans(mesh: DeviceMesh, reports: Sequence[_Report]) -> None:
         )
 
 
+def _argument_difference(mesh: DeviceMesh, rank: int, argument: str, first: str, other: str) -> str:
+    return (
+        f"ranks {_global_rank(mesh, 0)} and {_global_rank(mesh, rank)} do not call fully_shard alike: {argument} is "
+        f"{first} on one, {other} on the other. Every rank must pass the same arguments."
+    )
+
+
 def _describe(managed: ManagedParameter) -> tuple[str, ...]:
     entry = managed.entry
     return (
         managed.name,
         f"role {entry.role.name}",
         f"owner {entry.owner}",
+        f"unit {entry.unit!r}",
         f"shape {tuple(managed.parameter.shape)}",
         f"{managed.parameter.dtype}",
         f"requires_grad={managed.parameter.requires_grad}",
