@@ -203,7 +203,9 @@ def test_a_plan_on_one_rank_only(mesh: DeviceMesh) -> None:
     text = refusal(RuntimeError, model, mesh=mesh, plan=made if dist.get_rank() == 1 else None)
     expect(
         text,
-        """a plan was passed to fully_shard on rank 1, and none on rank 0. Pass it on all ranks, or on none.""",
+        """\
+ranks 0 and 1 do not call fully_shard alike: plan is None on one, a ShardPlan on the other. Every
+rank must pass the same arguments.""",
     )
 
 

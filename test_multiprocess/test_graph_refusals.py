@@ -155,7 +155,7 @@ def test_a_plan_on_one_rank_only(mesh: DeviceMesh) -> None:
     }
     made = ShardPlan(entries, 2).bind(model)
     text = refusal(RuntimeError, model, mesh=mesh, plan=made if dist.get_rank() == 1 else None, style="graph")
-    assert text.startswith("ranks 0 and 1 have different plans: ")
+    assert text.startswith("ranks 0 and 1 do not call fully_shard alike: plan is ")
 
 
 class Recurrent(nn.Module):

@@ -253,23 +253,11 @@ def agree(mesh: DeviceMesh, plan: ShardPlan | None, managed: Sequence[ManagedPar
         if other.error is not None:
             raise type(other.error)(f"on rank {_global_rank(mesh, rank)} of the mesh: {other.error}")
     if len({other.plan_hash for other in reports}) > 1:
-        _check_all_have_plans(mesh, reports)
         assert plan is not None
         _raise_plan_difference(mesh, plan)
     for rank, other in enumerate(reports):
         if other.unit != reports[0].unit:
             raise RuntimeError(_unit_difference(reports[0].unit, other.unit, mesh, rank))
-
-
-def _check_all_have_plans(mesh: DeviceMesh, reports: Sequence[_Report]) -> None:
-    """Raise if a plan was passed on some ranks only: there is nothing to compare it with on the others."""
-    given = [_global_rank(mesh, rank) for rank, report in enumerate(reports) if report.plan_hash is not None]
-    if len(given) < len(reports):
-        lacking = [_global_rank(mesh, rank) for rank, report in enumerate(reports) if report.plan_hash is None]
-        raise RuntimeError(
-            f"a plan was passed to fully_shard on rank {given[0]}, and none on rank {lacking[0]}. Pass it on all "
-            "ranks, or on none."
-        )
 
 
 def _argument_difference(mesh: DeviceMesh, rank: int, argument: str, first: str, other: str) -> str:
