@@ -10,7 +10,6 @@ Numbers stay outside (a learning rate changes every step) unless they decide the
 a number in a tensor's place from a 0-d tensor either, and these two promote differently.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -25,13 +24,21 @@ from mfsdp.dtensor.schema import operands, traits
 
 _NUMBERS = ("number", "Optional[number]")
 
+# What torch makes of a number that is given where a tensor is expected, but for its promotion.
+_NUMBERS_OF = {torch.int64: 1, torch.float64: 1.5, torch.complex128: 1j}
+_DTYPES_OF = {type(number): dtype for dtype, number in _NUMBERS_OF.items()}
+
 
 def key_decides_outputs(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether every call of ``op`` with the cache key of this one has the same output metadata.
 
     If not, the key is completed for later calls, and this call's answer must not be cached.
     """
-    return _complete(op) and not _numbers_matter(op, args, kwargs) and not _wrapping_matters(op, args, kwargs)
+    if not _complete(op):
+        return False
+    if traits(op).aliased_returns == (0,):
+        return True  # an in-place result has the dtype of what it is written to
+    return not (_numbers_matter(op, args, kwargs) or _wrapping_matters(op, args, kwargs))
 
 
 def _complete(op: OpOverload) -> bool:
@@ -69,41 +76,31 @@ def _deciding_arguments(op: OpOverload) -> tuple[int, frozenset[str]]:
 
 def _numbers_matter(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether another number outside the key, say a complex one, would give outputs of another dtype."""
-    kinds = {argument.name: str(argument.type) for argument in op._schema.arguments}
-    positions = [i for i, (_, kind) in enumerate(zip(args, kinds.values(), strict=False)) if kind in _NUMBERS]
-    names = [name for name in kwargs if kinds[name] in _NUMBERS]
-    if not (positions or names) or traits(op).aliased_returns == (0,):
-        return False  # an in-place result has the dtype of what it is written to
+    kinds = _kinds(op)
+    names = [name for name in (*list(kinds)[: len(args)], *kwargs) if kinds[name] in _NUMBERS]
+    if not names:
+        return False
     if torch.Tag.pointwise not in op.tags:
         return not all(tensor.is_floating_point() for tensor, _ in operands(op, args, kwargs))
-    dtypes = set()
-    for number in (1, 1.5, 1j):
-        other_args = tuple(number if i in positions else value for i, value in enumerate(args))
-        other_kwargs = {name: number if name in names else value for name, value in kwargs.items()}
-        dtypes.add(_dtype_with(op, other_args, other_kwargs))
+    dtypes = {_dtype_with(op, args, kwargs, dict.fromkeys(names, number)) for number in _NUMBERS_OF.values()}
     return len(dtypes - {None}) > 1
-
-
-# What torch makes of a number that is given where a tensor is expected, but for its promotion.
-_NUMBERS_OF = {torch.int64: 1, torch.float64: 1.5, torch.complex128: 1j}
-_DTYPES_OF = {type(number): dtype for dtype, number in _NUMBERS_OF.items()}
 
 
 def _wrapping_matters(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a number in a tensor's place, and a 0-d tensor of the dtype it would have, give different dtypes."""
-    if traits(op).aliased_returns == (0,):
-        return False
-    kinds = {argument.name: str(argument.type) for argument in op._schema.arguments}
+    kinds = _kinds(op)
     given = [*zip(kinds, args, strict=False), *kwargs.items()]
     dtypes = {name: dtype for name, value in given if "Tensor" in kinds[name] and (dtype := _number_dtype(value))}
     if not dtypes:
         return False
+    numbers = {name: _NUMBERS_OF[dtype] for name, dtype in dtypes.items()}
+    tensors = {name: torch.empty((), dtype=dtype) for name, dtype in dtypes.items()}
+    return _dtype_with(op, args, kwargs, numbers) != _dtype_with(op, args, kwargs, tensors)
 
-    def with_each(make: Callable[[torch.dtype], Any]) -> torch.dtype | None:
-        values = {name: make(dtypes[name]) if name in dtypes else value for name, value in given}
-        return _dtype_with(op, tuple(list(values.values())[: len(args)]), {name: values[name] for name in kwargs})
 
-    return with_each(_NUMBERS_OF.__getitem__) != with_each(lambda dtype: torch.empty((), dtype=dtype))
+def _kinds(op: OpOverload) -> dict[str, str]:
+    """Name of an argument -> its type, in the schema's order."""
+    return {argument.name: str(argument.type) for argument in op._schema.arguments}
 
 
 def _number_dtype(value: Any) -> torch.dtype | None:
@@ -113,15 +110,24 @@ def _number_dtype(value: Any) -> torch.dtype | None:
     return _DTYPES_OF.get(type(value))
 
 
-def _dtype_with(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Dtype of a pointwise op's result, by running it on tensors without elements; None if it refuses the number."""
+def _dtype_with(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], others: dict[str, Any]
+) -> torch.dtype | None:
+    """Dtype of a pointwise op's result with ``others`` in the place of arguments of these names.
 
-    def nothing(value: Any) -> Any:
+    By running it on tensors without elements; None if it refuses.
+    """
+
+    def stand_in(name: str, value: Any) -> Any:
+        value = others.get(name, value)
         return torch.empty((0,) * value.ndim, dtype=value.dtype) if isinstance(value, Tensor) else value
 
     with _disable_current_modes():
         try:
-            result = op(*(nothing(value) for value in args), **{name: nothing(v) for name, v in kwargs.items()})
+            result = op(
+                *(stand_in(name, value) for name, value in zip(_kinds(op), args, strict=False)),
+                **{name: stand_in(name, value) for name, value in kwargs.items()},
+            )
         except (RuntimeError, TypeError, ValueError):
             return None
     return result.dtype if isinstance(result, Tensor) else None

@@ -44,9 +44,9 @@ class OutputMeta:
     def tensor_meta(self) -> TensorMeta:
         return TensorMeta(torch.Size(self.shape), self.stride, self.dtype)
 
-    def empty_local(self) -> Tensor:
-        """What a rank that owns nothing holds of it."""
-        return torch.empty(empty_shape(self.shape), dtype=self.dtype, device=self.device)
+    def empty_local(self, device: torch.device | None = None) -> Tensor:
+        """What a rank that owns nothing holds of it, by default on its own device."""
+        return torch.empty(empty_shape(self.shape), dtype=self.dtype, device=device or self.device)
 
 
 Outputs = OutputMeta | None | Sequence[OutputMeta | None]

@@ -12,7 +12,6 @@ outputs (:mod:`mfsdp.dtensor.keys`).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mfsdp.dtensor.alignment import Operand, align
 from mfsdp.dtensor.execution import execute
@@ -92,10 +92,11 @@ class _EmptyMaker:
     def __call__(self, operand: Tensor) -> Tensor:
         device = operand.device if self._follows else self._meta.device
         if type(operand) is not Tensor:  # a fake one, say: no real tensor may get in among these
-            return torch.empty(empty_shape(self._meta.shape), dtype=self._meta.dtype, device=device)
+            return self._meta.empty_local(device)
         made = self._made.get(device)
         if made is None:
-            made = self._made[device] = replace(self._meta, device=device).empty_local()
+            with _disable_current_modes():  # it is kept for calls outside of these
+                made = self._made[device] = self._meta.empty_local(device)
         return made.clone()  # of nothing: a tensor of its own at a third of what `torch.empty` costs
 
 
