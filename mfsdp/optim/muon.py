@@ -210,7 +210,7 @@ class Muon(OwnerLocalOptimizer):
         )
 
         shapes, device = [matrix.param.shape for matrix in batch], batch[0].param.device
-        if _many_at_once(group):
+        if group["foreach"]:
             directions = average.of_all([matrix.grad for matrix in batch], [matrix.momentum for matrix in batch])
 
             def write(index: int, out: Tensor) -> None:
@@ -221,11 +221,6 @@ class Muon(OwnerLocalOptimizer):
                 average.into(out, batch[index].grad, batch[index].momentum, self._workspace)
 
         return orthogonalize(write, shapes, device, iteration, self._workspace)
-
-
-def _many_at_once(group: dict[str, Any]) -> bool:
-    """Whether elementwise operations are for all matrices of a batch."""
-    return bool(group["foreach"])
 
 
 def _iteration(group: dict[str, Any]) -> NewtonSchulz:
@@ -272,7 +267,7 @@ def _apply(group: dict[str, Any], batch: Sequence[_Logical], updates: Sequence[T
     )
     params = [matrix.param for matrix in batch]
     adjustments = [adjustment(group, param.size(1), param.size(2)) for param in params]
-    if _many_at_once(group):
+    if group["foreach"]:
         step.along_all(updates, params, adjustments, workspace)
         return
     for update, param, factor in zip(updates, params, adjustments, strict=True):
