@@ -29,7 +29,4 @@ def prefer_huge_pages(tensor: Tensor) -> None:
     start = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     length = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE - start
     if advice is not None and length > 0:
-        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)
-
-
-_libc = ctypes.CDLL(None)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)
