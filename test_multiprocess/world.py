@@ -17,10 +17,10 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,20 +62,6 @@ def _run_one(mesh: DeviceMesh, module: str, name: str, kwargs: dict[str, Any]) -
     return function(**kwargs)
 
 
-@contextmanager
-def _hash_seed(seed: int) -> Iterator[None]:
-    """Processes that are started inside hash strings with ``seed``."""
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = str(seed)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONHASHSEED"]
-        else:
-            os.environ["PYTHONHASHSEED"] = before
-
-
 class World:
     """``world_size`` processes joined in one gloo process group."""
 
@@ -92,7 +78,7 @@ class World:
                 args=(rank, world_size, f"{self._folder.name}/rendezvous", sys.path, theirs),
                 daemon=True,
             )
-            with _hash_seed(rank + 1):
+            with mock.patch.dict(os.environ, PYTHONHASHSEED=str(rank + 1)):
                 process.start()
             theirs.close()
             self._connections.append(ours)
