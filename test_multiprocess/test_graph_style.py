@@ -20,23 +20,19 @@ from torch.utils.checkpoint import checkpoint
 import mfsdp
 from mfsdp import CommCounter, OwnerShard, Role, Tail
 from mfsdp.dtensor import is_local, local_tensor
-from mfsdp.fsdp import plan_of
-from mfsdp.fsdp.graph import GraphFSDPModule, style
-from mfsdp.fsdp.objects import all_gather_object
+from mfsdp.fsdp.graph import GraphFSDPModule
 from test_multiprocess.fsdp_cases import (
     Block,
     TinyLM,
     assert_same,
-    compare,
     loss_of,
     mean_over_ranks,
-    rank_input,
     same_model,
     shard,
     whole_gradients,
     whole_parameters,
 )
-from test_multiprocess.graph_cases import WithEncode, shard_graph
+from test_multiprocess.graph_cases import shard_graph
 from test_multiprocess.world import on_ranks
 
 
@@ -71,54 +67,6 @@ def test_parameters_are_placed_as_in_hooks_style(mesh: DeviceMesh, world_size: i
         "",
         *(f"layers.{index}" for index in range(3)),
     ]
-
-
-@on_ranks(3)
-def test_units_are_made_in_one_order_on_all_ranks(mesh: DeviceMesh) -> None:
-    made: list[str] = []
-    make = style.make_graph_module
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(style, "make_graph_module", lambda module, unit: made.append(unit.name) or make(module, unit))
-        shard_graph(same_model(), mesh)
-    assert all_gather_object(made) == [["(root)", "layers.0", "layers.1", "layers.2"]] * 3
-
-
-@on_ranks(2)
-def test_a_plan_that_is_made_at_the_call_is_known_and_counts(mesh: DeviceMesh) -> None:
-    model = same_model()
-    made = mfsdp.plan(model, mesh)
-    fresh = init_device_mesh("cpu", (2,), mesh_dim_names=("fresh",))  # nothing was planned for it yet
-    mfsdp.fully_shard(model, mesh=fresh, style="graph")
-    known = plan_of(model)
-    assert known is not None
-    assert known.hash() == made.hash()
-    more = [nn.Linear(4, 4, bias=False) for _ in range(4)]
-    for index, module in enumerate(more):  # each is the least that its rank can have more than the other
-        mfsdp.fully_shard(module, mesh=fresh, style="graph" if index % 2 else "hooks")
-    first, *rest = (module.weight.placements[0].owner for module in more)
-    assert rest == [1 - first, first, 1 - first]
-
-
-@on_ranks(2)
-def test_units_of_one_class_are_of_one_class(mesh: DeviceMesh) -> None:
-    models = [same_model(), same_model()]
-    for model in models:
-        shard_graph(model, mesh)
-    assert len({type(layer) for model in models for layer in model.layers}) == 1
-    assert type(models[0]) is type(models[1])
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@on_ranks(2)
-def test_other_methods_can_be_forwards(mesh: DeviceMesh, compiled: bool) -> None:
-    torch._dynamo.reset()
-    reference = same_model(WithEncode)
-    model = copy.deepcopy(reference)
-    shard_graph(model, mesh)
-    mfsdp.register_forward_method(model, "encode")
-    encode = torch.compile(model.encode, fullgraph=True, backend="aot_eager") if compiled else model.encode
-    ours = {model: encode, reference: reference.encode}
-    compare(model, reference, lambda m: ours[m](rank_input(4)).sum(), world_size=2)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
