@@ -52,6 +52,11 @@ def parse(argv: Sequence[str] | None = None, ranks: int = 1) -> argparse.Namespa
     add("--baseline", choices=BASELINES, default="mfsdp", help="what shards the model")
     add("--compile", choices=["none", "block", "graph"], default="none", help="torch.compile each block, or the model")
     add("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the computation; parameters are fp32")
+    add(
+        "--ns-dtype",
+        choices=["bf16", "fp32"],
+        help="of Muon's Newton-Schulz iterations (default: bf16, as torch.optim.Muon's; fp32 on processors without it)",
+    )
     add("--lr", type=float, help="learning rate of the matrices (default: what suits the optimizer here)")
     add("--other-lr", type=float, default=0.003, help="learning rate of everything else, which AdamW steps")
     add("--warmup", type=int, default=10, help="steps in which the learning rates rise; then they fall to 0")
@@ -86,6 +91,10 @@ def check(args: argparse.Namespace, ranks: int) -> None:
         raise ValueError(f"--width {args.width} must be a multiple of --heads {args.heads}.")
     if args.baseline in ("fsdp2", "ddp") and (args.overlap or args.optimizer not in ("muon", "adamw")):
         raise ValueError("--overlap and --optimizer shampoo and soap are mfsdp's; the baselines are torch's own.")
+    if args.ns_dtype is not None and args.optimizer != "muon":
+        raise ValueError(f"--ns-dtype is an option of --optimizer muon; {args.optimizer} has no such iterations.")
+    if args.ns_dtype == "fp32" and args.baseline != "mfsdp":
+        raise ValueError("--ns-dtype fp32 is for --baseline mfsdp: torch.optim.Muon iterates in bf16.")
     if args.checkpoint is None and (args.save_every is not None or args.resume):
         raise ValueError("--save-every and --resume need --checkpoint DIR, the folder of the run's checkpoints.")
     if args.keep is not None and args.save_every is None:

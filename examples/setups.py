@@ -25,11 +25,13 @@ class Setup:
         model: maps (tokens, targets) to the loss.
         optimizers: all of them are to be stepped.
         plan: who owns what; None for the baselines.
+        remark: what the user should know of a choice that was made for them; else empty.
     """
 
     model: nn.Module
     optimizers: list[Optimizer]
     plan: mfsdp.ShardPlan | None = None
+    remark: str = ""
 
 
 def with_mfsdp(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
@@ -45,14 +47,17 @@ def with_mfsdp(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
             mfsdp.fully_shard(block, mesh=mesh, plan=plan, mp_policy=policy)
         mfsdp.fully_shard(model, mesh=mesh, plan=plan, mp_policy=policy)
 
+    matrix_options, remark = {"lr": args.lr}, ""
+    if args.optimizer == "muon":
+        matrix_options["ns_dtype"], remark = newton_schulz_dtype(mesh.device_type, args)
     optimizer = mfsdp.optim.build_optimizer(
         model,
         matrix=mfsdp.optim.AdamW if args.optimizer == "adamw" else args.optimizer,
-        matrix_kwargs={"lr": args.lr},
+        matrix_kwargs=matrix_options,
         other_kwargs={"lr": args.other_lr},
         overlap="backward" if args.overlap else None,
     )
-    return Setup(model, [optimizer], plan)
+    return Setup(model, [optimizer], plan, remark)
 
 
 def with_fsdp2(model: GPT, mesh: DeviceMesh, args: argparse.Namespace) -> Setup:
@@ -78,6 +83,18 @@ SETUPS: dict[str, Callable[[GPT, DeviceMesh, argparse.Namespace], Setup]] = {
     "fsdp2": with_fsdp2,
     "ddp": with_ddp,
 }
+
+
+def newton_schulz_dtype(device_type: str, args: argparse.Namespace) -> tuple[torch.dtype, str]:
+    """In what Muon iterates, and a remark if that is not what torch.optim.Muon does.
+
+    A processor without AVX-512 multiplies bf16 matrices tens of times more slowly than fp32 ones.
+    """
+    if args.ns_dtype is not None:
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[args.ns_dtype], ""
+    if device_type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "NO AVX", "DEFAULT"):
+        return torch.float32, "Muon iterates in fp32: bf16 is slow on this processor (--ns-dtype bf16 for it)"
+    return torch.bfloat16, ""
 
 
 def compile_blocks(model: GPT, args: argparse.Namespace) -> None:

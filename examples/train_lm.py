@@ -66,6 +66,8 @@ class Trainer:
         say(f"{sum(param.numel() for param in model.parameters()):,} parameters on {mesh.size()} ranks")
         say(f"{len(self.corpus.train):,} bytes of training text: {self.corpus.source}")
         self.setup: Setup = SETUPS[args.baseline](model, mesh, args)
+        if self.setup.remark:
+            say(self.setup.remark)
         self.schedules = [
             torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(args.steps, args.warmup))
             for optimizer in self.setup.optimizers

@@ -42,6 +42,9 @@ def with_unmodified_torch_optimizers(model: setups.GPT, mesh: DeviceMesh, args: 
 SLOWLY = ("--lr", "0.001", "--other-lr", "0.001")
 """Learning rates at which the rounding of sums over ranks stays small."""
 
+LIKE_TORCH = ("--ns-dtype", "bf16")
+"""The numbers of torch.optim.Muon, whatever this processor does best."""
+
 setups.SETUPS["unmodified"] = with_unmodified_torch_optimizers
 
 
@@ -101,8 +104,9 @@ def test_each_rank_holds_what_the_plan_says(mesh: DeviceMesh, world_size: int, o
 @pytest.mark.parametrize("baseline", ["mfsdp", "unmodified"])
 @on_ranks(2)
 def test_two_ranks_are_bit_equal_to_ddp(mesh: DeviceMesh, baseline: str, optimizer: str) -> None:
-    sharded, _ = trained(mesh, baseline, "--optimizer", optimizer)
-    whole, _ = trained(mesh, "ddp", "--optimizer", optimizer)
+    options = ("--optimizer", optimizer, *(LIKE_TORCH if optimizer == "muon" else ()))
+    sharded, _ = trained(mesh, baseline, *options)
+    whole, _ = trained(mesh, "ddp", *options)
     assert (sharded.result.comm.collectives, sharded.result.comm.bytes) == (0, 0), sharded.result.comm
     assert sharded.result.train_losses == whole.result.train_losses
     expected = full_parameters(whole)
@@ -117,9 +121,8 @@ def test_two_ranks_are_bit_equal_to_ddp(mesh: DeviceMesh, baseline: str, optimiz
 def test_more_ranks_agree_with_ddp(mesh: DeviceMesh, world_size: int, baseline: str) -> None:
     # The sums of three or more gradients are rounded differently, which Newton-Schulz in bf16 amplifies: at
     # ten times these learning rates FSDP2 and mfsdp alike are 1e-5 from DDP after 20 steps.
-    rates = ("--lr", "0.001", "--other-lr", "0.001")
-    sharded, _ = trained(mesh, baseline, *rates)
-    whole, _ = trained(mesh, "ddp", *rates)
+    sharded, _ = trained(mesh, baseline, *SLOWLY, *LIKE_TORCH)
+    whole, _ = trained(mesh, "ddp", *SLOWLY, *LIKE_TORCH)
     assert (sharded.result.comm.collectives, sharded.result.comm.bytes) == (0, 0), sharded.result.comm
     for found, expected in zip(sharded.result.train_losses, whole.result.train_losses, strict=True):
         assert math.isclose(found, expected, rel_tol=1e-6)
@@ -143,6 +146,20 @@ def test_steps_in_backward_change_no_number(mesh: DeviceMesh) -> None:
     ordinary, _ = trained(mesh, "mfsdp")
     assert overlapped.result.train_losses == ordinary.result.train_losses
     assert overlapped.resident_bytes() < ordinary.resident_bytes()  # gradients are gone
+
+
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+@on_ranks(2)
+def test_newton_schulz_computes_in_what_the_processor_is_quick_at(mesh: DeviceMesh, capability: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        chosen, printed = trained(mesh, "mfsdp", "--steps", "1")
+        asked, unremarked = trained(mesh, "mfsdp", "--steps", "1", "--ns-dtype", "bf16")
+    slow = capability == "AVX2"
+    assert chosen.setup.optimizers[0].param_groups[0]["ns_dtype"] == ("float32" if slow else "bfloat16")
+    assert asked.setup.optimizers[0].param_groups[0]["ns_dtype"] == "bfloat16"
+    assert ("Muon iterates in fp32: bf16 is slow" in printed) == (slow and dist.get_rank() == 0)
+    assert "Muon iterates" not in unremarked
 
 
 @on_ranks(2)
@@ -245,6 +262,8 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         "--baseline ddp --overlap": "--overlap and --optimizer shampoo and soap are mfsdp's; "
         "the baselines are torch's own.",
         "--stepz 3": "unrecognized arguments: --stepz 3",
+        "--optimizer soap --ns-dtype fp32": "--ns-dtype is an option of --optimizer muon; soap has no such iterations.",
+        "--baseline ddp --ns-dtype fp32": "--ns-dtype fp32 is for --baseline mfsdp: torch.optim.Muon iterates in bf16.",
         "--resume": "--save-every and --resume need --checkpoint DIR, the folder of the run's checkpoints.",
         "--save-every 5": "--save-every and --resume need --checkpoint DIR, the folder of the run's checkpoints.",
         "--checkpoint here --save-every 0": "--save-every must be at least 1, but is 0.",
