@@ -55,7 +55,7 @@ MatrixOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 def example_options(optimizer: str = "muon") -> argparse.Namespace:
     """What the example's set-ups want to know."""
     return argparse.Namespace(
-        optimizer=optimizer, lr=LR, other_lr=OTHER_LR, dtype="fp32", compile="none", overlap=False
+        optimizer=optimizer, lr=LR, ns_dtype="bf16", other_lr=OTHER_LR, dtype="fp32", compile="none", overlap=False
     )
 
 
