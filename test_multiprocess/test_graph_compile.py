@@ -1,7 +1,5 @@
 """Graph style under torch.compile(fullgraph=True): the same numbers, in one graph each of forward and backward."""
 
-import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -368,42 +365,3 @@ def test_blocks_can_be_compiled_one_by_one(mesh: DeviceMesh) -> None:
     for module in (model, eager):
         loss_of(module, 0).backward()
     assert_same(whole_gradients(model), whole_gradients(eager), exact=True)
-
-
-@on_ranks(2, timeout=300)
-def test_inductor_gathers_one_unit_ahead_and_reduces_one_behind(mesh: DeviceMesh) -> None:
-    torch._dynamo.reset()
-    compiled, eager = same_model(), same_model()
-    shard_graph(compiled, mesh)
-    shard_graph(eager, mesh)
-    run = torch.compile(compiled, fullgraph=True)
-    _, (forward, backward) = run_and_get_code(lambda: loss_of(run, 0).backward())
-    loss_of(eager, 0).backward()
-    assert_same(whole_gradients(compiled), whole_gradients(eager), exact=False)
-    assert collectives(forward) == [
-        *("gather 0", "gather 1", "wait gather 0", "gather 2", "wait gather 1", "gather 3"),
-        *("wait gather 2", "wait gather 3"),
-    ]
-    assert collectives(backward) == [
-        *("gather 0", "gather 1", "wait gather 0", "reduce 0", "gather 2", "wait gather 1", "wait gather 2"),
-        *("reduce 1", "wait reduce 0", "reduce 2", "wait reduce 1", "reduce 3", "wait reduce 2", "wait reduce 3"),
-    ]
-
-
-def collectives(code: str) -> list[str]:
-    """The collectives in generated code, in the order in which it runs them."""
-    numbers: Counter[str] = Counter()
-    started: dict[str, str] = {}
-    found = []
-    for line in code.splitlines():
-        start = re.match(r"\s*(buf\d+) = torch\.ops\.mfsdp\.(gather|reduce)_unit\.default\(", line)
-        in_place = re.match(r"\s*torch\.ops\.mfsdp\.reduce_packed_\.default\((buf\d+)", line)
-        wait = re.match(r"\s*torch\.ops\._c10d_functional\.wait_tensor\.default\(\D*(buf\d+)", line)
-        if start or in_place:
-            buffer, kind = (start[1], start[2]) if start else (in_place[1], "reduce")
-            started[buffer] = f"{kind} {numbers[kind]}"
-            numbers[kind] += 1
-            found.append(started[buffer])
-        elif wait:
-            found.append(f"wait {started[wait[1]]}")
-    return found

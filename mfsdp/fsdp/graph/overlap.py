@@ -12,7 +12,9 @@ so that a unit is gathered while the one before it computes, and reduced while t
 each are under way. The order depends on the graph alone, which is the same on all ranks, and not on estimated times.
 Dependencies pin it, as Inductor's scheduler would otherwise undo it to save memory.
 
-What a rank owns itself it then uses in place: until the order is made, ``mfsdp::own`` keeps its graph like all others.
+The order is made while ``mfsdp::own`` still makes this rank's graph like all others. Then what the rank owns is used in
+place; as that no longer waits for the unit's gather, it is held back until the next one has been started, which other
+ranks may be waiting for.
 """
 
 from collections.abc import Iterator
@@ -42,6 +44,8 @@ _VIEWS = {
     torch.ops.aten.alias.default,
 }
 
+_OWN = torch.ops.mfsdp.own.default
+
 
 def install() -> None:
     """Let Inductor run the pass on every graph; it does nothing to those without a unit."""
@@ -57,12 +61,12 @@ class Overlap(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
     def __call__(self, graph: fx.Graph) -> None:
-        _use_what_is_owned(graph)
         gathers = list(_started(graph, torch.ops.mfsdp.gather_unit.default))
         reductions = list(_started(graph, torch.ops.mfsdp.reduce_unit.default))
         after: dict[fx.Node, OrderedSet[fx.Node]] = {}
         _start_gathers_early(graph, gathers, after)
         _wait_for_reductions_late(graph, reductions, after)
+        _use_what_is_owned(graph)
         if after:
             order = {node: index for index, node in enumerate(graph.nodes)}
             preserve_node_ordering(graph, dict(sorted(after.items(), key=lambda item: order[item[0]])))
@@ -73,7 +77,7 @@ def _use_what_is_owned(graph: fx.Graph) -> None:
 
     Not where it is an output: the graph that it is an output of calls it new, and another graph may write into it.
     """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.mfsdp.own.default):
+    for node in graph.find_nodes(op="call_function", target=_OWN):
         local = node.args[0]
         if node.meta["val"].stride() != local.meta["val"].stride() or any(_is_output(user) for user in node.users):
             continue
@@ -105,6 +109,8 @@ def _start_gathers_early(graph: fx.Graph, gathers: list[_Started], after: dict[f
         if not _move_before(gather, wait):
             continue
         after.setdefault(wait, OrderedSet()).add(gather)
+        for user in _users_of_owned(wait):
+            after.setdefault(user, OrderedSet()).add(gather)
         if index > 1:
             used_before = [
                 user for user in _consumers(gathers[index - 2][1]) if order[user] < order[wait] and user.op != "output"
@@ -156,13 +162,19 @@ def _move_before(node: fx.Node, place: fx.Node) -> bool:
     return True
 
 
-def _consumers(wait: fx.Node) -> list[fx.Node]:
-    """What computes with the full tensor or with views of it."""
+def _users_of_owned(wait: fx.Node) -> list[fx.Node]:
+    """The operators that compute with parameters of a unit that this rank owns."""
+    owned = [user for user in wait.users if user.target is _OWN]
+    return [user for each in owned for user in _consumers(each) if isinstance(user.target, torch._ops.OpOverload)]
+
+
+def _consumers(full: fx.Node) -> list[fx.Node]:
+    """What computes with a full tensor, with views of it, or with what this rank owns of it."""
     found: list[fx.Node] = []
-    pending = list(wait.users)
+    pending = list(full.users)
     while pending:
         each = pending.pop()
-        if each.target in _VIEWS:
+        if each.target in _VIEWS or each.target is _OWN:
             pending.extend(each.users)
         else:
             found.append(each)
