@@ -14,6 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp.fsdp import fully_shard
+from mfsdp.fsdp.graph import lowering, ops
 from mfsdp.planning import plan
 from test_multiprocess.fsdp_cases import assert_same, loss_of, rank_input, same_model, whole_gradients
 from test_multiprocess.graph_cases import shard_graph
@@ -72,6 +73,37 @@ def test_ranks_that_own_different_units_start_collectives_in_one_order(mesh: Dev
         dist.all_gather_object(of_all, started)
         assert of_all == [started] * dist.get_world_size()
         assert_gathered_ahead(code)
+
+
+@on_ranks(2, timeout=300)
+def test_nothing_that_a_gather_sends_is_reused_before_it_is_complete(mesh: DeviceMesh) -> None:
+    lowering.register_lowerings()
+    size, here = 4 * WIDTH * WIDTH, dist.get_rank()
+    group = mesh.get_group().group_name
+
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        sent = [x @ x, x @ y, y @ x]  # rank 0 sends each from where it is
+        offsets, numel = ([-1] * 3, 0) if here == 0 else ([0, size, 2 * size], 3 * size)
+        full = torch.ops.mfsdp.gather_unit(sent, offsets, numel, [0] * 3, [size] * 3, here, x.dtype, group)
+        others = (y @ y) @ x
+        return ops.wait(full), others
+
+    torch._dynamo.reset()
+    x, y = torch.randn(2, 2 * WIDTH, 2 * WIDTH)
+    dist.broadcast(x, src=0)
+    dist.broadcast(y, src=0)
+    as_written = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+    with config.patch(fx_graph_cache=False, **as_written), torch.no_grad():
+        (full, others), (code,) = run_and_get_code(torch.compile(run, fullgraph=True), x, y)
+    torch.testing.assert_close(others, (y @ y) @ x)
+    if here:
+        torch.testing.assert_close(full, torch.cat([x @ x, x @ y, y @ x]).flatten())
+    gather, wait = events(code)
+    sent = gather.inputs.split(", ")
+    assert len(set(sent)) == 3
+    between = code.splitlines()[gather.line + 1 : wait.line]
+    assert any("extern_kernels" in line for line in between)
+    assert not [line for line in between for buffer in sent if re.search(rf"\bdel {buffer}\b", line)]
 
 
 def assert_gathered_ahead(code: str) -> None:

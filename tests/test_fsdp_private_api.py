@@ -285,11 +285,13 @@ def test_what_graph_style_asks_of_autograd_is_there() -> None:
 
 
 def test_what_graph_style_asks_of_inductor_is_there() -> None:
-    from torch._inductor import config, ir
+    from torch._inductor import config, graph, ir, lowering
     from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
     for create in (ir._CollectiveKernel.create_out_of_place, ir._CollectiveKernel.create_inplace):
         assert list(inspect.signature(create).parameters)[:2] == ["kernel", "inputs"]
+    assert {"operations", "additional_star_deps"} <= assigned_attributes(graph.GraphLowering.__init__)
+    assert torch.ops._c10d_functional.wait_tensor.default in lowering.lowerings
     assert next(iter(inspect.signature(ir.FallbackKernel.create).parameters)) == "kernel"
     assert not get_custom_graph_passes(None)
     assert get_custom_graph_passes(config.post_grad_custom_post_pass) is not None

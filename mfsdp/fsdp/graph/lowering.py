@@ -1,21 +1,30 @@
 """How Inductor generates code for the operators of graph style: as it does for torch's own collectives.
 
 As collectives they keep their order, which must be the same on all ranks, and their buffers are not used for anything
-else until they are waited for. A reduction's buffer is one of the graph's, so that Inductor knows what it takes.
+else until they are waited for. Of what is sent Inductor protects the first tensor alone, as torch's collectives have
+one; a gather has many. A reduction's buffer is one of the graph's, so that Inductor knows what it takes.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._inductor.ir import FallbackKernel, TensorBox, _CollectiveKernel
-from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, lowerings, register_lowering
+from torch._inductor.ir import FallbackKernel, IRNode, TensorBox, _CollectiveKernel, _WaitKernel
+from torch._inductor.lowering import (
+    add_layout_constraint,
+    constrain_to_fx_strides,
+    lowerings,
+    register_lowering,
+    user_lowerings,
+)
+from torch._inductor.virtualized import V
 
 from mfsdp.fsdp.graph import ops
 
 __all__ = ["register_lowerings"]
 
 mfsdp = torch.ops.mfsdp
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def register_lowerings() -> None:
@@ -25,10 +34,23 @@ def register_lowerings() -> None:
     for op, lower in ((mfsdp.gather_unit.default, _gather), (mfsdp.reduce_unit.default, _reduce)):
         add_layout_constraint(op, constrain_to_fx_strides)
         register_lowering(op, type_promotion_kind=None)(lower)
+    user_lowerings[_WAIT] = _wait
 
 
 def _gather(locals_: list[Any], *numbers: Any) -> Any:
     return _out_of_place(mfsdp.gather_unit.default, locals_, *numbers)
+
+
+def _wait(tensor: TensorBox) -> Any:
+    """torch's own, but nothing that a gather sends is freed or written to before the gather is complete."""
+    before = len(V.graph.operations)
+    result = lowerings[_WAIT](tensor)
+    for wait in V.graph.operations[before:]:
+        source = wait.inputs[0] if isinstance(wait, _WaitKernel) else None
+        if isinstance(source, _CollectiveKernel) and source.op_overload is mfsdp.gather_unit.default:
+            sent = [each.get_name() for each in source.inputs if isinstance(each, IRNode)]
+            V.graph.additional_star_deps[wait.get_operation_name()].update(sent)
+    return result
 
 
 def _out_of_place(op: torch._ops.OpOverload, tensors: list[Any], *numbers: Any) -> Any:

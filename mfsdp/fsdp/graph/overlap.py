@@ -27,6 +27,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
+from mfsdp.fsdp.graph import lowering
+
 __all__ = ["Overlap", "install"]
 
 _VIEWS = {
@@ -58,7 +60,8 @@ class Overlap(CustomGraphPass):
     """See the module's docstring."""
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,))
+        # it stands for the lowerings, too, on which generated code depends as much
+        return get_hash_for_files((__file__, lowering.__file__))
 
     def __call__(self, graph: fx.Graph) -> None:
         gathers = list(_started(graph, torch.ops.mfsdp.gather_unit.default))
