@@ -1,13 +1,14 @@
 """Checksums of files: CRC-32 of each block, so that several ranks can share the checking of one file."""
 
 import io
+import os
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["BLOCK", "ChecksumStream", "FileSum", "checksum_of_block", "checksum_of_file"]
+__all__ = ["BLOCK", "ChecksumStream", "FileSum", "Scratch", "checksum_of_block", "checksum_of_file"]
 
 BLOCK = 1 << 25
 """Bytes of a block: large enough that a terabyte has only some ten thousand of them."""
@@ -109,30 +110,40 @@ def checksum_of_file(path: Path) -> FileSum:
     return summing.result()
 
 
-def checksum_of_block(path: Path, block: int, take: Callable[[int, memoryview], None] | None = None) -> int:
+def checksum_of_block(path: Path, block: int, memory: Callable[[int, int], memoryview] | None = None) -> int:
     """CRC-32 of block number ``block`` of the file at ``path``; 0 if the file ends before it.
 
     Args:
         path: of the file.
         block: which block.
-        take: is given the block, too, piece by piece, each with its position in the file, while it is in the
-            processor's cache; the memory is used again afterwards.
+        memory: (position in the file, number of bytes) -> where the bytes from that position on are to be read to:
+            not more than that number, at least one. By default they are read and forgotten.
 
     Raises:
         OSError: it cannot be read.
     """
+    memory = Scratch().memory if memory is None else memory
     checksum, position, end = 0, block * BLOCK, (block + 1) * BLOCK
     with path.open("rb", buffering=0) as file:
-        file.seek(position)
-        for whole in _pieces(file):
-            piece = whole[: end - position]
-            checksum = zlib.crc32(piece, checksum)
-            if take is not None:
-                take(position, piece)
-            position += len(piece)
-            if position == end:
+        while position < end:
+            piece = memory(position, min(_PIECE, end - position))
+            count = os.preadv(file.fileno(), [piece], position)
+            if not count:
                 break
+            checksum = zlib.crc32(piece[:count], checksum)
+            position += count
     return checksum
+
+
+class Scratch:
+    """Where bytes are read to that nobody wants to keep."""
+
+    def __init__(self) -> None:
+        self._bytes = memoryview(bytearray(_PIECE))
+
+    def memory(self, position: int, count: int) -> memoryview:
+        """For ``count`` bytes or fewer, wherever they come from; the same memory each time."""
+        return self._bytes[:count]
 
 
 def _pieces(file: io.FileIO) -> Iterable[memoryview]:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from mfsdp.checkpoint.errors import CheckpointError, Damage, DamagedCheckpointError
-from mfsdp.checkpoint.manifest import MANIFEST, Manifest, TakesPiece
+from mfsdp.checkpoint.manifest import MANIFEST, FindsMemory, Manifest
 from mfsdp.checkpoint.ranks import Ranks
 
 __all__ = ["Contents", "Entry", "Seen", "check_same", "find_contents", "open_checkpoint"]
@@ -64,20 +64,20 @@ class Contents:
         """Which checkpoint it is."""
         return Seen(str(self.folder), self.save_id)
 
-    def check(self, rank: int, ranks: int, take: TakesPiece | None = None) -> None:
+    def check(self, rank: int, ranks: int, memory: FindsMemory | None = None) -> None:
         """Check the share of ``rank`` in the files; that of all ``ranks`` is everything.
 
         Args:
             rank: whose share.
             ranks: how many there are.
-            take: see :meth:`Manifest.damages`.
+            memory: see :meth:`Manifest.damages`.
 
         Raises:
             DamagedCheckpointError: a file is missing or is not what was written.
         """
         if self.manifest is None:
             return
-        if damages := self.manifest.damages(self.folder, self.manifest.blocks(rank, ranks), take):
+        if damages := self.manifest.damages(self.folder, self.manifest.blocks(rank, ranks), memory):
             raise DamagedCheckpointError(self.folder, damages)
 
     def below(self, prefix: str) -> Iterator[str]:

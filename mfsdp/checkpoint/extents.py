@@ -1,4 +1,4 @@
-"""Where large tensors lie in the files of a checkpoint, so that their bytes go straight to where they belong.
+"""Where tensors lie in the files of a checkpoint, so that their bytes go straight to where they belong.
 
 DCP's reader copies them twice on the way, and takes no part in checking the files.
 """
@@ -10,6 +10,7 @@ import zipfile
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -17,13 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from mfsdp.checkpoint.checksums import Scratch
 from mfsdp.checkpoint.contents import Contents
 from mfsdp.checkpoint.memory import memory_of, prefer_huge_pages
 
 __all__ = ["Extents"]
-
-_LARGE = 1 << 14
-"""Bytes from which on it pays to find where a tensor's data lies in the file."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class Extents:
         self._folder = folder
         self._of_file: dict[str, list[_Extent]] = {}
         self._taken: dict[str, tuple[int, int]] = {}
+        self._scratch = Scratch()
 
     def add(self, contents: Contents, items: Iterable[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
         """Find the extents of ``items``, in a checkpoint that is stored plainly.
@@ -73,7 +73,7 @@ class Extents:
         by_file: dict[str, list[ReadItem]] = {}
         rest: list[ReadItem] = []
         for item in items:
-            if item.type is LoadItemType.TENSOR and _wanted_bytes(contents, item) >= _LARGE:
+            if item.type is LoadItemType.TENSOR and _wanted_bytes(contents, item):
                 info = contents.metadata.storage_data[item.storage_index]
                 by_file.setdefault(info.relative_path, []).append(item)
             else:
@@ -88,22 +88,26 @@ class Extents:
                     else:
                         prefer_huge_pages(extent.target)
                         found.append(extent)
-            self._of_file[name] = sorted(found, key=lambda extent: extent.start)
+            found.sort(key=lambda extent: extent.start)
+            assert all(one.end <= other.start for one, other in pairwise(found)), "bytes are wanted twice"
+            self._of_file[name] = found
         return rest
 
-    def take(self, file: str, position: int, piece: memoryview) -> None:
-        """Copy to where it belongs what ``piece``, which lies at ``position`` of ``file``, has of the extents.
+    def memory(self, file: str, position: int, count: int) -> memoryview:
+        """Where the ``count`` bytes from ``position`` of ``file`` on, or the first few of them, are to be read to.
 
-        Pieces of a file must be neighbours, in order.
+        That is where they belong, or memory that is used again if no tensor wants them. They are taken for read
+        afterwards. The positions asked for must be neighbours, in order.
         """
-        end = position + len(piece)
-        self._taken[file] = (self._taken.get(file, (position, 0))[0], end)
+        self._taken[file] = (self._taken.get(file, (position, 0))[0], position + count)
         extents = self._of_file.get(file, [])
-        for extent in extents[bisect_right(extents, position, key=lambda extent: extent.end) :]:
-            if extent.start >= end:
-                break
-            first, last = max(position, extent.start), min(end, extent.end)
-            extent.memory()[first - extent.start : last - extent.start] = piece[first - position : last - position]
+        next_one = bisect_right(extents, position, key=lambda extent: extent.end)
+        if next_one == len(extents):
+            return self._scratch.memory(position, count)
+        extent = extents[next_one]
+        if position < extent.start:
+            return self._scratch.memory(position, min(count, extent.start - position))
+        return extent.memory()[position - extent.start : position - extent.start + count]
 
     def read_rest(self) -> None:
         """Read what was not taken.

@@ -109,7 +109,7 @@ class _Loading:
         except BaseException:  # damage can lead to anything
             self._contents.check(rank, ranks)
             raise
-        self._contents.check(rank, ranks, reading.take)
+        self._contents.check(rank, ranks, reading.memory)
         self._values |= reading.finish()
 
     def _planned(self) -> Reading:

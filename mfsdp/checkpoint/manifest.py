@@ -46,8 +46,8 @@ _NO_CHECKSUM = b'"checksum": "00000000"'
 Block = tuple[str, int]
 """A file's name and the number of a block in it."""
 
-TakesPiece = Callable[[str, int, memoryview], None]
-"""Is given a file's name, a position in the file, and bytes from there on."""
+FindsMemory = Callable[[str, int, int], memoryview]
+"""(file, position in it, number of bytes) -> where the bytes from there on are to be read to, or some of them."""
 
 
 @dataclass(frozen=True)
@@ -151,29 +151,28 @@ class Manifest:
         return everything[first:last]
 
     def damages(
-        self, folder: Path, blocks: Iterable[Block] | None = None, take: TakesPiece | None = None
+        self, folder: Path, blocks: Iterable[Block] | None = None, memory: FindsMemory | None = None
     ) -> tuple[Damage, ...]:
         """What is wrong with the files in ``folder``.
 
         Args:
             folder: where they are.
             blocks: those to check, by default all. Sizes are checked in any case, of the files that these are in.
-            take: is given what is read, with the file's name and the position in it. What it was given may turn out
-                to be damaged.
+            memory: tells where to read to, by default nowhere. What was read may turn out to be damaged.
         """
         faults: dict[str, str] = {}
         for file, block in self.blocks() if blocks is None else blocks:
-            if file not in faults and (fault := self._fault(folder, file, block, take)):
+            if file not in faults and (fault := self._fault(folder, file, block, memory)):
                 faults[file] = fault
         return tuple(Damage(file, fault, self.files[file].names) for file, fault in faults.items())
 
-    def _fault(self, folder: Path, file: str, block: int, take: TakesPiece | None) -> str | None:
+    def _fault(self, folder: Path, file: str, block: int, memory: FindsMemory | None) -> str | None:
         expected, path = self.files[file].sum, folder / file
-        taker = partial(take, file) if take is not None else None
+        of_file = partial(memory, file) if memory is not None else None
         try:
             if (size := path.stat().st_size) != expected.size:
                 return f"has {size:,} bytes where {expected.size:,} were written"
-            if not expected.size or checksum_of_block(path, block, taker) == expected.checksums[block]:
+            if not expected.size or checksum_of_block(path, block, of_file) == expected.checksums[block]:
                 return None
         except FileNotFoundError:
             return "is missing"

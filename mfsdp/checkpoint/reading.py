@@ -54,15 +54,17 @@ class Reading:
             rest = self._extents.add(contents, self._plan.items, self._planner)
             self._plan = LoadPlan(rest)
 
-    def take(self, file: str, position: int, piece: memoryview) -> None:
-        """Use what was read of a file for another purpose; pieces come in the order of a contiguous part of the file.
+    def memory(self, file: str, position: int, count: int) -> memoryview:
+        """Where to read some of a file to, for another purpose; what is wanted here is then not read again.
+
+        Positions are those of a contiguous part of the file, in order.
 
         Args:
             file: its name.
-            position: of the piece in it.
-            piece: the bytes.
+            position: of the first byte.
+            count: of bytes, at most.
         """
-        self._extents.take(file, position, piece)
+        return self._extents.memory(file, position, count)
 
     def finish(self) -> dict[str, Any]:
         """Read the rest; returns the targets, with what was read in place of what is no tensor."""
