@@ -1,20 +1,24 @@
 """What Inductor makes of graph style: the order of collectives in its code, and what the pass that makes it does."""
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp.fsdp import fully_shard
-from mfsdp.fsdp.graph import lowering, ops
+from mfsdp.fsdp.graph import lowering, ops, overlap
+from mfsdp.fsdp.graph.overlap import Overlap
 from mfsdp.planning import plan
 from test_multiprocess.fsdp_cases import assert_same, loss_of, rank_input, same_model, whole_gradients
 from test_multiprocess.graph_cases import shard_graph
@@ -104,6 +108,42 @@ def test_nothing_that_a_gather_sends_is_reused_before_it_is_complete(mesh: Devic
     between = code.splitlines()[gather.line + 1 : wait.line]
     assert any("extern_kernels" in line for line in between)
     assert not [line for line in between for buffer in sent if re.search(rf"\bdel {buffer}\b", line)]
+
+
+class Other(CustomGraphPass):
+    """Somebody's own pass, that does nothing."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        pass
+
+    def uuid(self) -> bytes:
+        return b"other"
+
+
+@on_ranks(2, timeout=300)
+def test_a_configuration_without_the_pass_is_noticed_once(mesh: DeviceMesh) -> None:
+    lowering.register_lowerings()
+    overlap.install()
+    assert len(get_custom_graph_passes(config.post_grad_custom_post_pass)) == 1
+    lowering._warn_of_no_overlap.cache_clear()
+    group = mesh.get_group().group_name
+
+    def run(x: Tensor) -> list[Tensor]:
+        numbers = ([0], 4, [0], [4], dist.get_rank(), x.dtype, group)
+        return [ops.wait(torch.ops.mfsdp.gather_unit([each], *numbers)) for each in (x, -x)]
+
+    def warned(**options: Any) -> list[str]:
+        torch._dynamo.reset()
+        with config.patch(fx_graph_cache=False), warnings.catch_warnings(record=True) as raised, torch.no_grad():
+            warnings.simplefilter("always")
+            torch.compile(run, fullgraph=True, options=options)(torch.ones(4))
+        return [str(each.message) for each in raised if "mfsdp" in str(each.message)]
+
+    assert not warned()
+    assert not warned(post_grad_custom_post_pass=[Overlap(), Other()])
+    (message,) = warned(post_grad_custom_post_pass=Other())
+    assert "[mfsdp.fsdp.graph.overlap.Overlap(), *your passes]" in message
+    assert not warned(post_grad_custom_post_pass=Other())
 
 
 def assert_gathered_ahead(code: str) -> None:

@@ -3,9 +3,13 @@
 As collectives they keep their order, which must be the same on all ranks, and their buffers are not used for anything
 else until they are waited for. Of what is sent Inductor protects the first tensor alone, as torch's collectives have
 one; a gather has many. A reduction's buffer is one of the graph's, so that Inductor knows what it takes.
+
+When they are called the passes over the graph have been run: it is here that one notices if ours was not among them.
 """
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from torch._inductor.lowering import (
 )
 from torch._inductor.virtualized import V
 
-from mfsdp.fsdp.graph import ops
+from mfsdp.fsdp.graph import ops, overlap
 
 __all__ = ["register_lowerings"]
 
@@ -37,7 +41,20 @@ def register_lowerings() -> None:
     user_lowerings[_WAIT] = _wait
 
 
+@cache
+def _warn_of_no_overlap() -> None:
+    warnings.warn(
+        "style='graph': torch._inductor.config.post_grad_custom_post_pass does not hold mfsdp's pass, which fully_shard "
+        "put there: it was replaced, for good or for this compilation. Results are the same, but gathers and "
+        "reductions do not run beside computation, and owners copy their parameters. Set it to "
+        "[mfsdp.fsdp.graph.overlap.Overlap(), *your passes].",
+        stacklevel=2,
+    )
+
+
 def _gather(locals_: list[Any], *numbers: Any) -> Any:
+    if not overlap.is_installed():
+        _warn_of_no_overlap()
     return _out_of_place(mfsdp.gather_unit.default, locals_, *numbers)
 
 

@@ -19,6 +19,7 @@ ranks may be waiting for.
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -27,9 +28,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
-from mfsdp.fsdp.graph import lowering
-
-__all__ = ["Overlap", "install"]
+__all__ = ["Overlap", "install", "is_installed"]
 
 _VIEWS = {
     torch.ops.aten.slice.Tensor,
@@ -51,9 +50,16 @@ _OWN = torch.ops.mfsdp.own.default
 
 def install() -> None:
     """Let Inductor run the pass on every graph; it does nothing to those without a unit."""
-    passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
-    if not any(isinstance(each, Overlap) for each in passes):
-        config.post_grad_custom_post_pass = [*passes, Overlap()]
+    if not is_installed():
+        config.post_grad_custom_post_pass = [
+            *get_custom_graph_passes(config.post_grad_custom_post_pass),
+            Overlap(),
+        ]
+
+
+def is_installed() -> bool:
+    """Whether Inductor, as it is configured here and now, runs the pass."""
+    return any(isinstance(each, Overlap) for each in get_custom_graph_passes(config.post_grad_custom_post_pass))
 
 
 class Overlap(CustomGraphPass):
@@ -61,7 +67,7 @@ class Overlap(CustomGraphPass):
 
     def uuid(self) -> bytes:
         # it stands for the lowerings, too, on which generated code depends as much
-        return get_hash_for_files((__file__, lowering.__file__))
+        return get_hash_for_files((__file__, str(Path(__file__).with_name("lowering.py"))))
 
     def __call__(self, graph: fx.Graph) -> None:
         gathers = list(_started(graph, torch.ops.mfsdp.gather_unit.default))
