@@ -44,8 +44,8 @@ def register_lowerings() -> None:
 @cache
 def _warn_of_no_overlap() -> None:
     warnings.warn(
-        "style='graph': torch._inductor.config.post_grad_custom_post_pass does not hold mfsdp's pass, which fully_shard "
-        "put there: it was replaced, for good or for this compilation. Results are the same, but gathers and "
+        "style='graph': torch._inductor.config.post_grad_custom_post_pass lacks mfsdp's pass, which fully_shard put "
+        "there: it was replaced, for good or for this compilation. Results are the same, but gathers and "
         "reductions do not run beside computation, and owners copy their parameters. Set it to "
         "[mfsdp.fsdp.graph.overlap.Overlap(), *your passes].",
         stacklevel=2,
