@@ -1,8 +1,10 @@
 """The manifest: it knows every byte of a checkpoint and what lies where."""
 
+import importlib.util
 import itertools
 import json
 import pickle
+import sys
 import zlib
 from pathlib import Path
 
@@ -52,6 +54,23 @@ def test_checksums_are_crc32_of_blocks(tmp_path: Path, small_blocks: int) -> Non
     assert checksum_of_file(tmp_path / "file") == expected
     assert tuple(checksum_of_block(tmp_path / "file", block) for block in range(4)) == expected.checksums
     assert checksum_of_block(tmp_path / "file", 4) == 0
+
+
+def test_checksums_are_the_same_without_zlib_ng(saved: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checksums.crc32 is not zlib.crc32, "the tests are to run with zlib-ng: pip install -e .[test]"
+    monkeypatch.setitem(sys.modules, "zlib_ng.zlib_ng", None)  # as if it were not installed
+    spec = importlib.util.spec_from_file_location("without_zlib_ng", checksums.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    other = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "without_zlib_ng", other)
+    spec.loader.exec_module(other)
+    assert other.crc32 is zlib.crc32
+    monkeypatch.setattr(other, "BLOCK", 1000)
+    folder, manifest = saved
+    for name, record in manifest.files.items():
+        found = other.checksum_of_file(folder / name)
+        assert (found.size, found.checksums) == (record.sum.size, record.sum.checksums)
 
 
 def test_a_sum_fits_its_size() -> None:
