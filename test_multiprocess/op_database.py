@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_utils import set_rng_seed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -88,16 +89,11 @@ def walk(mesh: DeviceMesh, names: set[str] | None = None) -> Walk:
         for variant, function in variants.items():
             if function is None:
                 continue
-            seen, problem = False, None
-            for sample in _samples(op, dtypes[0]):
-                outcome = _check(function, sample, mesh)
-                seen = seen or outcome is not None
-                if outcome:
-                    problem = outcome
-                    break
-            if problem:
+            calls = [_call(function, sample, mesh) for sample in _samples(op, dtypes[0])]
+            admitted = [call for call in calls if call is not None]
+            if problem := _problem(admitted):
                 result.failed[variant] = problem
-            elif seen:
+            elif admitted:
                 result.passed.add(variant)
             else:
                 result.left_out.add(variant)
@@ -105,18 +101,47 @@ def walk(mesh: DeviceMesh, names: set[str] | None = None) -> Walk:
 
 
 def _samples(op: Any, dtype: torch.dtype) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    torch.manual_seed(0)
+    set_rng_seed(0)  # equal samples on every rank
     try:
-        for sample in islice(op.sample_inputs("cpu", dtype, requires_grad=False), SAMPLES_PER_OP):
+        # rather than op.sample_inputs, which looks through the source of the whole call stack for each sample
+        for sample in islice(op.sample_inputs_func(op, "cpu", dtype, False), SAMPLES_PER_OP):
             yield (sample.input, *sample.args), sample.kwargs
     except (RuntimeError, ValueError, NotImplementedError, ImportError):
         return  # samples that need a library or a device that is not here
 
 
-def _check(
+@dataclass
+class Call:
+    """One sample, computed from owned tensors and from plain ones.
+
+    Attributes:
+        problem: what is wrong with it that this rank can tell alone; "" if nothing is.
+        outputs: what must be equal on every rank: an owned tensor and a plain one, or two other values.
+        arguments: what must be equal on the owner, whether the op has changed it or not.
+    """
+
+    problem: str
+    outputs: list[tuple[Any, Any]] = field(default_factory=list)
+    arguments: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def difference(self) -> str:
+        """The first unequal pair; "" if there is none. All ranks call it together."""
+        found = ""
+        for mine, reference in self.outputs:
+            if isinstance(reference, Tensor):
+                found = found or _difference(mine.full_tensor(), reference)
+            elif mine != reference and not (mine != mine and reference != reference):
+                found = found or f"{mine!r} instead of {reference!r}"
+        for mine, reference in self.arguments:
+            if isinstance(reference, Tensor) and mine.device_mesh.get_local_rank() == OWNER.owner:
+                found = found or _difference(mine.to_local(), reference)
+        return found
+
+
+def _call(
     function: Callable[..., Any], sample: tuple[tuple[Any, ...], dict[str, Any]], mesh: DeviceMesh
-) -> str | None:
-    """None if the rules leave the sample out, "" if it is right, else what is wrong."""
+) -> Call | None:
+    """The outcome of a sample; None if the rules leave it out."""
     plain = _copy(sample)
     if any(t.layout != torch.strided for t in _tensors(plain)) or not _tensors(plain):
         return None
@@ -130,37 +155,35 @@ def _check(
     if recorder.is_random or recorder.is_uninitialised or any(t.layout != torch.strided for t in outputs):
         return None
     args, kwargs = tree_map(lambda v: _owned(v, mesh) if isinstance(v, Tensor) else v, _copy(sample))
-    problem, result, comm = "", None, CommCounter()
+    comm = CommCounter()
     try:
         with comm:
             result = function(*args, **kwargs)
     except Exception as error:
-        problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}" if str(error) else repr(error)
-    return _compare(problem, result, expected, (args, kwargs), plain, comm, recorder.values_read)
-
-
-def _compare(
-    problem: str, result: Any, expected: Any, owned_args: Any, plain_args: Any, comm: CommCounter, allowed: int
-) -> str:
+        text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}" if str(error) else repr(error)
+        return Call(text)
     got, wanted = tree_flatten(result)[0], tree_flatten(expected)[0]
-    if not problem:
-        problem = _difference_in_kind(got, wanted)
-        if not problem and comm.collectives > allowed:
-            problem = f"communicated: {comm}"
-    problems = all_gather_object(problem)
-    if any(problems):
-        return " | ".join(f"rank {rank}: {text or 'fine'}" for rank, text in enumerate(problems))
-    pairs = list(zip(got, wanted, strict=True)) + list(
-        zip(tree_flatten(owned_args)[0], tree_flatten(plain_args)[0], strict=True)
-    )
-    wrong = ""
-    for mine, reference in pairs:
-        if isinstance(reference, Tensor):
-            wrong = wrong or _difference(mine.full_tensor(), reference)
-        elif not isinstance(reference, Tensor) and mine != reference and not (mine != mine and reference != reference):
-            wrong = wrong or f"{mine!r} instead of {reference!r}"
-    problems = all_gather_object(wrong)
-    return " | ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+    problem = _difference_in_kind(got, wanted)
+    if not problem and comm.collectives > recorder.values_read:
+        problem = f"communicated: {comm}"
+    if problem:
+        return Call(problem)
+    changed = zip(tree_flatten((args, kwargs))[0], tree_flatten(plain)[0], strict=True)
+    return Call("", list(zip(got, wanted, strict=True)), list(changed))
+
+
+def _problem(calls: list[Call]) -> str:
+    """The first thing that is wrong with the samples of a variant, the same text on every rank.
+
+    Ranks tell each other only once for all samples, which takes half as long as after each.
+    """
+    for problems in zip(*all_gather_object([call.problem for call in calls]), strict=True):
+        if any(problems):
+            return " | ".join(f"rank {rank}: {text or 'fine'}" for rank, text in enumerate(problems))
+    for wrong in zip(*all_gather_object([call.difference() for call in calls]), strict=True):
+        if any(wrong):
+            return " | ".join(f"rank {rank}: {text}" for rank, text in enumerate(wrong) if text)
+    return ""
 
 
 def _difference_in_kind(got: list[Any], wanted: list[Any]) -> str:
