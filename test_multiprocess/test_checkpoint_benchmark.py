@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from test_multiprocess.benchmark_scripts import report
+from test_multiprocess.world import Worlds
 
 
-def test_both_systems_are_measured(tmp_path: Path) -> None:
+def test_both_systems_are_measured(worlds: Worlds, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
     size = ("--width", "32", "--layers", "2", "--rounds", "1")
-    text, (table,) = report("checkpoint.py", tmp_path, *size, "--cold", "--folder", str(folder))
+    text, (table,) = report("checkpoint.py", tmp_path, *size, "--cold", "--folder", str(folder), worlds=worlds)
     assert "43,648 parameters, fp32, 1 rounds" in text
     assert "when loading, files are not in the page cache" in text
     theirs, ours, again = table["rows"]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from test_multiprocess.benchmark_scripts import TINY, report, run
+from test_multiprocess.world import Worlds
 
 
 def test_variants_of_the_step_are_timed_compiled_too(tmp_path: Path) -> None:
@@ -32,9 +33,9 @@ def test_layouts_of_tails_are_timed(tmp_path: Path) -> None:
     assert all(row["least"] == min(row["times"]) > 0 for row in table["rows"])
 
 
-def test_owned_and_plain_steps_are_timed_and_nothing_is_sent(tmp_path: Path) -> None:
+def test_owned_and_plain_steps_are_timed_and_nothing_is_sent(worlds: Worlds, tmp_path: Path) -> None:
     arguments = ("--ranks", "2", "--matrices", "4", "--width", "8", "--rounds", "2")
-    text, (table,) = report("owned_step.py", tmp_path, *arguments)
+    text, (table,) = report("owned_step.py", tmp_path, *arguments, worlds=worlds)
     assert [row["which"] for row in table["rows"]] == ["median rank", "worst rank"]
     assert "\n- collectives in an owned step, over all ranks: 0\n" in text
 
@@ -50,8 +51,8 @@ def test_owner_placements_are_timed_against_none(tmp_path: Path) -> None:
     assert all(table["rows"][1]["ratio"] == 1 for table in tables)
 
 
-def test_steps_in_backward_hold_the_gradients_of_a_unit_at_a_time(tmp_path: Path) -> None:
-    _, (table,) = report("overlap.py", tmp_path, "--ranks", "2", "--rounds", "1", *TINY, "--layers", "6")
+def test_steps_in_backward_hold_the_gradients_of_a_unit_at_a_time(worlds: Worlds, tmp_path: Path) -> None:
+    _, (table,) = report("overlap.py", tmp_path, "--ranks", "2", "--rounds", "1", *TINY, "--layers", "6", worlds=worlds)
     after, during, again = table["rows"]
     assert (after["way"], during["way"]) == ("step after backward", "steps in backward")
     assert during["peak"] < after["peak"] / 2
