@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import mfsdp
 from mfsdp.comm_counter import CommCounter
 from mfsdp.dtensor import is_local, local_tensor
 from mfsdp.fsdp.objects import all_gather_object
-from mfsdp.optim import SOAP, Muon, Shampoo
+from mfsdp.optim import SOAP, Muon, QKClip, Shampoo
 from mfsdp.planning.split import EqualBlocks, Stack
 from test_multiprocess.world import on_ranks
 
@@ -125,3 +125,22 @@ def test_stacks_of_experts(mesh: DeviceMesh) -> None:
     for number in range(3):
         assert pair.step(number).collectives == 0
     pair.assert_equal()
+
+
+@on_ranks(2)
+def test_qk_clip_scales_on_owners_and_refuses_rows(mesh: DeviceMesh) -> None:
+    plain = {name: torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("qk")}
+    logits = torch.tensor([1.0, 4.0])
+    weights = {name: owned(weight, mesh, i) for i, (name, weight) in enumerate(plain.items())}
+    clip = QKClip(2.0)
+    clip.add(weights["q"], weights["k"], lambda: logits)
+    with CommCounter() as comm:
+        clip(Muon(list(weights.values())), (), {})
+    assert comm.collectives == 0
+    factors = torch.tensor([1.0, 1.0, 0.5**0.5, 0.5**0.5])[:, None]
+    for name, weight in plain.items():
+        assert torch.equal(weights[name].full_tensor(), weight * factors), name
+    for placement in (Shard(0), Partial()):
+        rows = DTensor.from_local(plain["k"], mesh, [placement], shape=(4, 3), stride=(3, 1))
+        with pytest.raises(ValueError, match=r"QKClip: the key of shape \(4, 3\) is .* on mesh dimension 0"):
+            QKClip().add(weights["q"], rows, lambda: logits)

@@ -123,9 +123,10 @@ def test_parameters_without_gradient_have_no_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("lr", "x"), ("weight_decay", "0.1"), ("momentum", None), ("ns_steps", "5"), ("eps", "0")]
+    ("option", "value"),
+    [("lr", "x"), ("weight_decay", "0.1"), ("momentum", None), ("ns_steps", "5"), ("eps", "0"), ("lr", True)],
 )
-def test_options_that_must_be_numbers(option: str, value: str | None) -> None:
+def test_options_that_must_be_numbers(option: str, value: str | bool | None) -> None:
     optimizer = Muon(parameters())
     with pytest.raises(TypeError, match=f"^Muon: {option} must be a number, but is {value!r}.$"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], option: value})

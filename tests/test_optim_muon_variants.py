@@ -419,6 +419,8 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"ns_steps": 2.5}, "Muon: ns_steps must be a whole number, but is 2.5"),
+        ({"ns_steps": True}, "Muon: ns_steps must be a (whole )?number, but is True"),
+        ({"second_moment": True}, "Muon: second_moment must be a number, but is True"),
         ({"nesterov": "false"}, "Muon: nesterov must be True or False, but is 'false'"),
         ({"batched": None}, "Muon: batched must be True or False, but is None"),
         ({"foreach": "x"}, "Muon: foreach must be True or False, but is 'x'"),

@@ -276,7 +276,7 @@ def test_unknown_options(optimizer: type[Any], option: str) -> None:
         optimizer(parameters(), **{option: 10})
 
 
-@pytest.mark.parametrize("frequency", [2.5, float("inf"), "10"])
+@pytest.mark.parametrize("frequency", [2.5, float("inf"), "10", True])
 def test_a_frequency_is_a_whole_number(frequency: Any) -> None:
     with pytest.raises(TypeError, match="precondition_frequency must be a whole number, but is"):
         Shampoo(parameters(), precondition_frequency=frequency)

@@ -40,10 +40,30 @@ def test_largest_logits_come_down_to_the_threshold(key_heads: int) -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="threshold must be positive, but is 0"):
         QKClip(0)
-    clip, weight = QKClip(1.0), nn.Parameter(torch.ones(6, 2))
-    clip.add(weight, weight, lambda: torch.full((4,), 2.0))
-    with pytest.raises(ValueError, match="a weight of 6 rows does not have 4 heads"):
-        clip(Muon([weight]), (), {})
+    with pytest.raises(ValueError, match=r"the query must be a matrix, but its shape is \(6,\)"):
+        QKClip().add(torch.ones(6), torch.ones(6, 2), lambda: torch.ones(3))
+    with pytest.raises(ValueError, match="the key has 8 rows, more than the query, 6"):
+        QKClip().add(torch.ones(6, 2), torch.ones(8, 2), lambda: torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("query_rows", "key_rows", "heads", "message"),
+    [
+        (6, 6, 4, "a query of 6 rows does not have 4 heads"),
+        (6, 6, 0, "a query of 6 rows does not have 0 heads"),
+        (6, 4, 2, "a key of 4 rows does not have heads of 3 rows, as the query has"),
+    ],
+)
+def test_weights_that_lack_heads_are_refused_before_any_is_scaled(
+    query_rows: int, key_rows: int, heads: int, message: str
+) -> None:
+    clip = QKClip(1.0)
+    query, key = nn.Parameter(torch.ones(query_rows, 2)), nn.Parameter(torch.ones(key_rows, 2))
+    clip.add(query, key, lambda: torch.full((heads,), 2.0))
+    with pytest.raises(ValueError, match=message):
+        clip(Muon([query, key]), (), {})
+    assert query.eq(1).all()
+    assert key.eq(1).all()
 
 
 @pytest.mark.parametrize("logit", [float("nan"), float("inf")])

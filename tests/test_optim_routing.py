@@ -9,6 +9,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import SWALR
 
 import mfsdp
 from mfsdp.optim import AdamW, Muon, RoutedOptimizer, build_optimizer
@@ -419,3 +422,38 @@ def test_bad_groups() -> None:
         build_optimizer(new_model(), groups={"*.typo": {"lr": 0.1}})
     with pytest.raises(ValueError, match="a group has the option 'momentun', which Muon does not have"):
         build_optimizer(new_model(), groups={"blocks.*.0.weight": {"momentun": 0.1}})
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.1, total_steps=10, cycle_momentum=isinstance(optimizer, Muon)
+    ),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(
+        optimizer, base_lr=0.01, max_lr=0.1, cycle_momentum=isinstance(optimizer, Muon)
+    ),
+    "SWALR": lambda optimizer: SWALR(optimizer, swa_lr=0.05),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
+}
+
+
+@pytest.mark.parametrize("make", [build_optimizer, Muon])
+@pytest.mark.parametrize("scheduler", list(SCHEDULERS))
+def test_what_a_scheduler_puts_into_groups_is_copied_added_and_loaded(
+    scheduler: str, make: Callable[[Any], Optimizer]
+) -> None:
+    def named(name: str) -> list[tuple[str, nn.Parameter]]:
+        return [(name, nn.Parameter(torch.ones(2, 2)))]
+
+    optimizer, other = make(named("first")), make(named("first"))
+    before = set(optimizer.param_groups[0])
+    SCHEDULERS[scheduler](optimizer)
+    put = set(optimizer.param_groups[0]) - before
+    assert put
+    other.load_state_dict(optimizer.state_dict())
+    copied = {key: value for key, value in optimizer.param_groups[0].items() if key != "param_names"}
+    optimizer.add_param_group({**copied, "params": named("second")})
+    for name in put:
+        assert other.param_groups[0][name] == optimizer.param_groups[0][name], name
+        assert optimizer.param_groups[1][name] == optimizer.param_groups[0][name], name
+    with pytest.raises(ValueError, match="'max_lrr', which Muon does not have"):
+        optimizer.add_param_group({"params": named("third"), "max_lrr": 0.1})

@@ -44,7 +44,7 @@ def adjustment(group: Mapping[str, Any], rows: int, columns: int) -> float:
         ValueError: a function gives no finite number.
     """
     factor = adjust_function(group)(rows, columns)
-    if not isinstance(factor, Real) or not math.isfinite(factor):
+    if not isinstance(factor, Real) or isinstance(factor, bool) or not math.isfinite(factor):
         raise ValueError(
             f"adjust_lr must give a finite number, but gives {factor!r} for {rows} rows, {columns} columns."
         )

@@ -23,6 +23,9 @@ __all__ = [
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""What torch's learning rate schedulers put into groups, from where it gets into copies of them."""
+
 
 def dtype_name(dtype: torch.dtype | str) -> str:
     """What a group holds for ``dtype``: torch's distributed state dicts take strings, but no ``torch.dtype``."""
@@ -53,7 +56,7 @@ def check_numbers(optimizer: str, group: Mapping[str, Any], options: Iterable[st
         TypeError: one is not.
     """
     for option in options:
-        if not isinstance(group[option], (Real, Tensor)):
+        if not isinstance(group[option], (Real, Tensor)) or isinstance(group[option], bool):
             raise TypeError(f"{optimizer}: {option} must be a number, but is {group[option]!r}.")
 
 
@@ -90,7 +93,7 @@ def check_whole_numbers(optimizer: str, group: Mapping[str, Any], options: Itera
         TypeError: one is not.
     """
     for option in options:
-        if not isinstance(group[option], Integral):
+        if not isinstance(group[option], Integral) or isinstance(group[option], bool):
             raise TypeError(f"{optimizer}: {option} must be a whole number, but is {group[option]!r}.")
 
 
@@ -111,7 +114,7 @@ def check_names(optimizer: Optimizer, options: Iterable[str]) -> None:
     Raises:
         ValueError: there is one.
     """
-    known = {*optimizer.defaults, "params", "param_names", "initial_lr"}
+    known = {*optimizer.defaults, "params", "param_names", *_OF_SCHEDULERS}
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(

@@ -100,7 +100,7 @@ def _coefficient_sets(given: str | Coefficients | Sequence[Coefficients]) -> Seq
 def _is_triple(entry: Any) -> bool:
     if not isinstance(entry, Sequence) or len(entry) != 3:
         return False
-    return all(isinstance(number, Real) and math.isfinite(number) for number in entry)
+    return all(isinstance(number, Real) and not isinstance(number, bool) and math.isfinite(number) for number in entry)
 
 
 class Workspace:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from mfsdp.dtensor import is_local, local_tensor
+from mfsdp.placements import is_owner
 
 __all__ = ["QKClip"]
 
@@ -18,6 +20,17 @@ class _Attention:
     query: Tensor
     key: Tensor
     max_logits: Callable[[], Tensor]
+
+    def check_heads(self, logits: Tensor) -> None:
+        """Raise a ``ValueError`` if the weights do not consist of as many heads as there are logits."""
+        heads, rows = logits.numel(), self.query.size(0)
+        if not heads or rows % heads:
+            raise ValueError(f"QKClip: a query of {rows} rows does not have {heads} heads.")
+        if self.key.size(0) % (rows // heads):
+            raise ValueError(
+                f"QKClip: a key of {self.key.size(0)} rows does not have heads of {rows // heads} rows, as the query "
+                "has."
+            )
 
 
 class QKClip:
@@ -58,14 +71,26 @@ class QKClip:
             key: weight of shape ``(heads * head_dim, n)``, or with fewer heads of the same size.
             max_logits: called after each step; the largest logit of each query head, shape ``(heads,)``, the
                 same on every rank (over the data of all ranks: all-reduce it with MAX).
+
+        Raises:
+            ValueError: a weight is not a matrix of which a rank has all rows or none, or the two do not fit.
         """
+        for name, weight in (("query", query), ("key", key)):
+            _check_rows(name, weight)
+        if key.size(0) > query.size(0):
+            raise ValueError(f"QKClip: the key has {key.size(0)} rows, more than the query, {query.size(0)}.")
         self._attentions.append(_Attention(query, key, max_logits))
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Scale what exceeds the threshold."""
+        """Scale what exceeds the threshold.
+
+        Raises:
+            ValueError: weights do not have as many heads as there are logits; nothing of them was scaled.
+        """
         for attention in self._attentions:
             logits = attention.max_logits()
+            attention.check_heads(logits)
             exceeding = logits.isfinite() & (logits > self.threshold)
             factor = torch.where(exceeding, self.threshold / logits, 1.0).to(torch.float32)
             if attention.query.size(0) == attention.key.size(0):
@@ -74,9 +99,18 @@ class QKClip:
             _scale_heads(attention.query, factor)
 
 
+def _check_rows(name: str, weight: Tensor) -> None:
+    if weight.ndim != 2:
+        raise ValueError(f"QKClip: the {name} must be a matrix, but its shape is {tuple(weight.shape)}.")
+    for mesh_dim, placement in enumerate(weight.placements if isinstance(weight, DTensor) else ()):
+        if not (is_owner(placement) or placement.is_replicate() or placement == Shard(1)):
+            raise ValueError(
+                f"QKClip: the {name} of shape {tuple(weight.shape)} is {placement!r} on mesh dimension "
+                f"{mesh_dim}, where a rank may hold a part of a head. Place it as OwnerShard, as fully_shard does."
+            )
+
+
 def _scale_heads(weight: Tensor, factor: Tensor) -> None:
-    if weight.size(0) % factor.numel():
-        raise ValueError(f"QKClip: a weight of {weight.size(0)} rows does not have {factor.numel()} heads.")
     if is_local(weight):
         local = local_tensor(weight)
         local.view(factor.numel(), -1, local.size(1)).mul_(factor.to(local)[:, None, None])
