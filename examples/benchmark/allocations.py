@@ -1,12 +1,14 @@
 """Bytes of tensors, by accounting of their storages rather than by what the system says."""
 
 import gc
+import json
+import tempfile
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType, _ProfilerEvent
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -45,14 +47,6 @@ class LiveBlocks:
             self.level -= self._sizes.pop(start)
 
 
-def _walk(events: Iterable[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
-    stack = list(events)
-    while stack:
-        event = stack.pop()
-        yield event
-        stack.extend(event.children)
-
-
 def peak_memory(step: Callable[[], None]) -> int:
     """Most bytes that the CPU allocator had handed out during ``step``, beside what it had before.
 
@@ -60,20 +54,27 @@ def peak_memory(step: Callable[[], None]) -> int:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    assert profiler.profiler is not None
-    tree = profiler.profiler.kineto_results.experimental_event_tree()
-    changes = sorted(
-        (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
-        for event in _walk(tree)
-        if event.tag == _EventType.Allocation
-    )
     blocks = LiveBlocks()
-    for _, start, change in changes:
+    for start, change in _changes(profiler):
         if change > 0:
             blocks.allocate(start, change)
         else:
             blocks.free(start)
     return blocks.peak
+
+
+def _changes(profiler: profile) -> list[tuple[int, int]]:
+    """Address and bytes (less than 0 where freed) of each block of the CPU's, in the order of time.
+
+    Read from the trace that the profiler writes: its events in Python have no addresses, without which a block that was
+    freed unseen would count for ever.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_bytes())["traceEvents"]
+    on_cpu = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Id"] == -1]
+    return [(e["args"]["Addr"], e["args"]["Bytes"]) for e in sorted(on_cpu, key=lambda e: e["ts"])]
 
 
 def resident_memory() -> int:
