@@ -41,6 +41,7 @@ from gpt import GPT
 from systems import AGAIN, HEADS, OURS, example_options
 
 import mfsdp
+from mfsdp.checkpoint.checksums import crc32
 
 CONTEXT = 64
 
@@ -190,7 +191,7 @@ def main() -> None:
     shape = f"{parameters:,} parameters, fp32, {args.rounds} rounds after 1 to warm up; {SLOWEST}"
     limits = (
         f"The disk, and what else uses it; when loading, files are {cache}. mfsdp sums every byte that it writes, and "
-        "checks it before it loads."
+        f"checks it before it loads, by the CRC-32 of {crc32.__module__.partition('.')[0]}."
     )
     report = Report(args, "Saving and loading", shape, limits, args.threads)
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.folder) as folder:
