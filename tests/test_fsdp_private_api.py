@@ -282,6 +282,7 @@ def test_what_graph_style_asks_of_autograd_is_there() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     with torch.autograd.graph.saved_tensors_hooks(len, len):
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) == (len, len)
+    assert torch._neg_view(torch.ones(2)).is_neg()
 
 
 def test_what_graph_style_asks_of_inductor_is_there() -> None:

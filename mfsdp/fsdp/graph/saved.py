@@ -24,20 +24,36 @@ __all__ = ["SavedParameters"]
 
 @dataclass(frozen=True)
 class _Place:
-    """A view of a full tensor.
+    """A view of a full tensor, of whatever dtype.
 
     Args:
         unit: which.
-        size, stride, offset: the view's geometry.
+        dtype: the view's.
+        size, stride, offset: its geometry, in elements of that dtype.
+        conj, neg: whether it is conjugated and negated when it is read.
     """
 
     unit: "SavedParameters"
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, unit: "SavedParameters", view: Tensor) -> "_Place":
+        offset = int(view.storage_offset())
+        return cls(unit, view.dtype, view.size(), view.stride(), offset, view.is_conj(), view.is_neg())
 
     def restore(self) -> Tensor:
-        return self.unit.full().as_strided(self.size, self.stride, self.offset)
+        full = self.unit.full()
+        with torch.no_grad():
+            view = full.new_empty(0, dtype=self.dtype)
+            view.set_(full.untyped_storage(), self.offset, self.size, self.stride)
+        if self.conj:
+            view = view.conj()
+        return torch._neg_view(view) if self.neg else view
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,19 @@ class _Value:
         return self.tensor
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """A storage that parameters are views of; held, so that no other one comes to lie at its address.
+
+    Args:
+        storage: that of the full tensor, or of a parameter that this rank owns.
+        is_full: whether it is the full tensor's.
+    """
+
+    storage: torch.UntypedStorage
+    is_full: bool
+
+
 class SavedParameters:
     """The full tensor of a unit as one forward has seen it.
 
@@ -74,8 +103,7 @@ class SavedParameters:
     def __init__(self, gather: Callable[[], Tensor]) -> None:
         self._gather = gather
         self._full: Tensor | None = None
-        self._whole: tuple[int, torch.dtype] | None = None
-        self._own: frozenset[int] = frozenset()
+        self._watched: dict[int, _Watched] = {}
         self._outer: SavedParameters | None = None
 
     def full(self) -> Tensor:
@@ -91,8 +119,9 @@ class SavedParameters:
 
     def watch(self, flat: Tensor, own: Sequence[Tensor]) -> None:
         """Tell what the forward that begins has: the full tensor, and beside it what this rank owns."""
-        self._whole = flat.untyped_storage()._cdata, flat.dtype
-        self._own = frozenset(local.untyped_storage()._cdata for local in own)
+        for tensor in (flat, *own):
+            storage = tensor.untyped_storage()
+            self._watched[storage._cdata] = _Watched(storage, tensor is flat)
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -103,21 +132,23 @@ class SavedParameters:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         outer = _unit_of(top[0]) if top is not None else None
         in_backward = torch._C._current_graph_task_id() != -1
-        if not torch.is_grad_enabled() or in_backward or (top is not None and outer is None):
-            yield
-            return
-        self._outer = outer
-        with saved_tensors_hooks(self._pack, _restore):
-            yield
-        self._whole = self._outer = None
-        self._own = frozenset()
+        try:
+            if not torch.is_grad_enabled() or in_backward or (top is not None and outer is None):
+                yield
+                return
+            self._outer = outer
+            with saved_tensors_hooks(self._pack, _restore):
+                yield
+        finally:
+            self._watched.clear()
+            self._outer = None
 
     def _pack(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()._cdata
-        if (storage, tensor.dtype) == self._whole:
-            return _Place(self, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        if storage in self._own:
-            return _Value(tensor, tensor._version, self)
+        if tensor.layout is not torch.strided:  # it has no storage that a parameter could be in
+            return _Value(tensor, tensor._version)
+        watched = self._watched.get(tensor.untyped_storage()._cdata)
+        if watched is not None:
+            return _Place.of(self, tensor) if watched.is_full else _Value(tensor, tensor._version, self)
         if self._outer is not None:
             return self._outer._pack(tensor)
         return _Value(tensor, tensor._version)
