@@ -23,6 +23,7 @@ from mfsdp.optim.group_options import (
 from mfsdp.optim.logical import check_matrix, split_of
 from mfsdp.optim.newton_schulz import QUINTIC, Coefficients, NewtonSchulz, Workspace
 from mfsdp.optim.owner_local import LocalUpdate, OwnerLocalOptimizer, param_label, state_like
+from mfsdp.optim.slow_dtypes import warn_of_slow_dtype
 from mfsdp.planning.split import Split, SplitRule
 
 __all__ = ["Muon"]
@@ -90,7 +91,8 @@ class Muon(OwnerLocalOptimizer):
             and ``O`` differ.
         second_moment: NorMuon's ``beta``; None for none.
         ns_dtype: in which the iteration computes: bfloat16, float16, float32 or float64, or such a name, which
-            is what groups hold.
+            is what groups hold. On an x86 CPU without AVX-512 the first two are tens of times slower than float32,
+            which is logged once.
         split: what the logical matrices of a parameter are, for instance
             ``mfsdp.planning.EqualBlocks(3)`` for a fused QKV projection, or ``Stack()`` for experts
             ``(E, m, n)``; each is orthogonalised and scaled by itself.
@@ -165,6 +167,8 @@ class Muon(OwnerLocalOptimizer):
             if param.numel():  # a function for adjust_lr must not fail later, on one rank
                 for _, rows, columns in split_of(group["split"], param.shape).shapes():
                     _told_of_muon(adjustment, group, rows, columns)
+        if group["ns_steps"]:
+            warn_of_slow_dtype(group["ns_dtype"], group["params"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._workspace = Workspace()
