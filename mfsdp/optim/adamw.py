@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from mfsdp.optim.group_options import check_betas, check_flags, check_lr, check_not_negative
 from mfsdp.optim.owner_local import LocalUpdate, OwnerLocalOptimizer, state_like
 
 __all__ = ["AdamW"]
@@ -28,6 +29,14 @@ class AdamW(OwnerLocalOptimizer, torch.optim.AdamW):
     def _check_group(self, group: dict[str, Any]) -> None:
         if group["differentiable"]:  # the step works in place on local tensors
             raise ValueError("AdamW: differentiable=True is not supported; use torch.optim.AdamW.")
+        # torch checks its constructor's arguments only, and not those that a group has of its own
+        check_lr("AdamW", group)
+        check_not_negative("AdamW", group, ("weight_decay", "eps"))
+        check_betas("AdamW", group, tensors=True)
+        check_flags("AdamW", group, ("amsgrad", "maximize", "capturable", "differentiable"))
+        check_flags("AdamW", group, [option for option in ("foreach", "fused") if group[option] is not None])
+        if group["foreach"] and group["fused"]:
+            raise ValueError("AdamW: foreach=True and fused=True are two ways to do one thing; give one of them.")
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         on_device = group["capturable"] or group["fused"]

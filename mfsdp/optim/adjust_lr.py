@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any
+
+from mfsdp.optim.group_options import is_number
 
 __all__ = ["ADJUST_LR", "AdjustLr", "adjust_function", "adjustment"]
 
@@ -44,7 +45,7 @@ def adjustment(group: Mapping[str, Any], rows: int, columns: int) -> float:
         ValueError: a function gives no finite number.
     """
     factor = adjust_function(group)(rows, columns)
-    if not isinstance(factor, Real) or isinstance(factor, bool) or not math.isfinite(factor):
+    if not is_number(factor) or not math.isfinite(factor):
         raise ValueError(
             f"adjust_lr must give a finite number, but gives {factor!r} for {rows} rows, {columns} columns."
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = [
+    "check_betas",
     "check_flags",
     "check_lr",
     "check_names",
@@ -18,6 +19,7 @@ __all__ = [
     "completed_groups",
     "dtype_name",
     "dtype_of",
+    "is_number",
     "saved_groups",
 ]
 
@@ -49,6 +51,11 @@ def dtype_of(option: str, name: torch.dtype | str, allowed: Sequence[str] = tupl
     return _DTYPES[name]
 
 
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a real number; true and false, which Python takes for 1 and 0, are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def check_numbers(optimizer: str, group: Mapping[str, Any], options: Iterable[str]) -> None:
     """Check that each of ``options`` is a number (or a tensor), and not, say, text from a configuration file.
 
@@ -56,7 +63,7 @@ def check_numbers(optimizer: str, group: Mapping[str, Any], options: Iterable[st
         TypeError: one is not.
     """
     for option in options:
-        if not isinstance(group[option], (Real, Tensor)) or isinstance(group[option], bool):
+        if not isinstance(group[option], Tensor) and not is_number(group[option]):
             raise TypeError(f"{optimizer}: {option} must be a number, but is {group[option]!r}.")
 
 
@@ -86,6 +93,27 @@ def check_lr(optimizer: str, group: Mapping[str, Any]) -> None:
     check_not_negative(optimizer, group, ("lr",))
 
 
+def check_betas(optimizer: str, group: Mapping[str, Any], tensors: bool = False) -> None:
+    """Check that ``betas`` are two numbers, the factors of averages.
+
+    Args:
+        optimizer: for the message.
+        group: has them.
+        tensors: whether they may be tensors of one element.
+
+    Raises:
+        ValueError: they are not.
+    """
+    betas = group["betas"]
+    if (
+        not isinstance(betas, Sequence)
+        or len(betas) != 2
+        or not all(is_number(beta) or (tensors and isinstance(beta, Tensor) and beta.numel() == 1) for beta in betas)
+        or not all(0 <= beta < 1 for beta in betas)
+    ):
+        raise ValueError(f"{optimizer}: betas must be two numbers in [0, 1), but is {betas!r}.")
+
+
 def check_whole_numbers(optimizer: str, group: Mapping[str, Any], options: Iterable[str]) -> None:
     """Check that each of ``options`` is a whole number.
 
@@ -93,7 +121,7 @@ def check_whole_numbers(optimizer: str, group: Mapping[str, Any], options: Itera
         TypeError: one is not.
     """
     for option in options:
-        if not isinstance(group[option], Integral) or isinstance(group[option], bool):
+        if not isinstance(group[option], Integral) or not is_number(group[option]):
             raise TypeError(f"{optimizer}: {option} must be a whole number, but is {group[option]!r}.")
 
 

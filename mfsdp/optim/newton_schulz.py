@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mfsdp.optim.group_options import is_number
 
 __all__ = ["COEFFICIENTS", "QUINTIC", "Coefficients", "NewtonSchulz", "Workspace", "newton_schulz"]
 
@@ -58,6 +60,7 @@ class NewtonSchulz:
         dtype: bfloat16, float16, float32 or float64.
 
     Raises:
+        TypeError: ``steps`` or ``eps`` is no number.
         ValueError: a value is out of range.
     """
 
@@ -67,6 +70,10 @@ class NewtonSchulz:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
+        if not isinstance(self.steps, Integral) or not is_number(self.steps):
+            raise TypeError(f"ns_steps must be a whole number, but is {self.steps!r}.")
+        if not is_number(self.eps):
+            raise TypeError(f"eps must be a number, but is {self.eps!r}.")
         if not 0 <= self.steps < 100:
             raise ValueError(f"ns_steps must be in [0, 100), but is {self.steps}.")
         if not self.eps >= 0:
@@ -100,7 +107,7 @@ def _coefficient_sets(given: str | Coefficients | Sequence[Coefficients]) -> Seq
 def _is_triple(entry: Any) -> bool:
     if not isinstance(entry, Sequence) or len(entry) != 3:
         return False
-    return all(isinstance(number, Real) and not isinstance(number, bool) and math.isfinite(number) for number in entry)
+    return all(is_number(number) and math.isfinite(number) for number in entry)
 
 
 class Workspace:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.factors import update_factor
 from mfsdp.optim.group_options import (
+    check_betas,
     check_lr,
     check_not_negative,
     check_numbers,
@@ -119,9 +120,7 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
         check_not_negative(name, group, ("weight_decay", "eps"))
         check_numbers(name, group, ["max_preconditioner_dim"])
         check_whole_numbers(name, group, ["precondition_frequency"])
-        betas = group["betas"]
-        if not isinstance(betas, Sequence) or len(betas) != 2 or not all(map(_is_factor, betas)):
-            raise ValueError(f"{name}: betas must be two numbers in [0, 1), but is {betas!r}.")
+        check_betas(name, group)
         for option in ("precondition_frequency", "max_preconditioner_dim"):
             if not group[option] >= 1:
                 raise ValueError(f"{name}: {option} must be at least 1, but is {group[option]}.")
@@ -200,10 +199,6 @@ class PreconditionedOptimizer(OwnerLocalOptimizer):
 def preconditioned_sides(dims: Sequence[int], largest: int) -> list[int]:
     """The sides of a matrix of ``dims`` that have a factor: those of at most ``largest``."""
     return [side for side, dim in enumerate(dims) if dim <= largest]
-
-
-def _is_factor(beta: Any) -> bool:
-    return isinstance(beta, (int, float)) and 0 <= beta < 1
 
 
 def _factor_dtype(group: dict[str, Any]) -> torch.dtype:

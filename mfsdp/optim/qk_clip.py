@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from mfsdp.dtensor import is_local, local_tensor
+from mfsdp.optim.group_options import is_number
 from mfsdp.placements import is_owner
 
 __all__ = ["QKClip"]
@@ -58,7 +59,7 @@ class QKClip:
     """
 
     def __init__(self, threshold: float = 100.0) -> None:
-        if not threshold > 0:
+        if not is_number(threshold) or not threshold > 0:
             raise ValueError(f"QKClip: threshold must be positive, but is {threshold}.")
         self.threshold = threshold
         self._attentions: list[_Attention] = []
