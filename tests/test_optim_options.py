@@ -48,7 +48,7 @@ def test_true_and_false_are_no_numbers(optimizer: type[Any], option: str, good: 
     matrix = "muon" if optimizer is AdamW else optimizer
     named = [("weight", second if matrix is optimizer else nn.Parameter(torch.ones(2)))]
     for bad in with_bools(good):
-        with pytest.raises((TypeError, ValueError)):  # AdamW's, which may be torch's words
+        with pytest.raises((TypeError, ValueError), match=f"^{optimizer.__name__}: {option} must be"):
             optimizer([first], **{option: bad})
         with pytest.raises((TypeError, ValueError), match=f"^{optimizer.__name__}: {option} must be"):
             made.add_param_group({"params": [second], option: bad})
@@ -75,8 +75,46 @@ def test_so_it_is_without_an_optimizer() -> None:
         ({"amsgrad": "no"}, "amsgrad must be True or False, but is 'no'"),
         ({"fused": "no"}, "fused must be True or False, but is 'no'"),
         ({"fused": True}, "foreach=True and fused=True are two ways to do one thing"),
+        ({"lr": torch.tensor(0.1)}, "foreach=True takes lr and betas as tensors only together with capturable=True"),
+        ({"capturable": True}, "capturable=True is for CUDA graphs, and not for parameters on the CPU"),
+        ({"decoupled_weight_decay": False}, "decoupled_weight_decay=False is not supported; use torch.optim.Adam"),
     ],
 )
-def test_options_of_a_group_of_adamw(options: dict[str, Any], message: str) -> None:
+def test_options_of_adamw(options: dict[str, Any], message: str) -> None:
+    """Those that torch would tell in the step are told at once, for there only a parameter's owner would hear it."""
+    bias = nn.Parameter(torch.ones(2))
     with pytest.raises((TypeError, ValueError), match=f"^AdamW: {message}"):
-        build_optimizer([("bias", nn.Parameter(torch.ones(2)))], groups={"*": options})
+        build_optimizer([("bias", bias)], groups={"*": options})
+    with pytest.raises((TypeError, ValueError), match=f"^AdamW: {message}"):
+        AdamW([{"params": [bias], **options}], foreach=True)
+    if "decoupled_weight_decay" not in options:
+        with pytest.raises((TypeError, ValueError), match=f"^AdamW: {message}"):
+            AdamW([bias], **{"foreach": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "option"),
+    [(Muon, "momentum"), (Muon, "eps"), (Shampoo, "eps"), (SOAP, "lr"), (AdamW, "weight_decay")],
+)
+def test_a_number_is_finite_and_one(optimizer: type[Any], option: str) -> None:
+    params = [nn.Parameter(torch.ones(2, 2))]
+    with pytest.raises(ValueError, match=f"^{optimizer.__name__}: {option} must be finite, but is inf"):
+        optimizer(params, **{option: float("inf")})
+    with pytest.raises((TypeError, ValueError), match=f"{option} must (be a|have one)"):
+        optimizer(params, **{option: torch.ones(2)})
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_a_scaler_unscales_and_skips_with_any_adamw(fused: bool | None) -> None:
+    ours, theirs = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizers = [AdamW([ours], fused=fused, eps=1.0), torch.optim.AdamW([theirs], fused=fused, eps=1.0)]
+    for optimizer in optimizers:
+        scaler, (param,) = torch.amp.GradScaler("cpu", init_scale=4.0), optimizer.param_groups[0]["params"]
+        for factor in (1.0, float("inf"), 2.0):
+            optimizer.zero_grad()
+            scaler.scale((param * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.state[param]["step"] == 2
+        assert scaler.get_scale() == 2.0
+    assert torch.equal(ours, theirs)

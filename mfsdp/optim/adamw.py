@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 
 from mfsdp.optim.group_options import check_betas, check_flags, check_lr, check_not_negative
 from mfsdp.optim.owner_local import LocalUpdate, OwnerLocalOptimizer, state_like
@@ -24,19 +26,64 @@ class AdamW(OwnerLocalOptimizer, torch.optim.AdamW):
     and copied back, would take two thirds of the fused time (``examples/benchmark/tails.py``: 200 tails of 768
     elements, 3.0, 1.2 and 0.8 ms); but the state of a parameter would be a view that loading and copying have to mend:
     torch's ``load_state_dict`` puts a tensor of its own in its place.
+
+    Raises:
+        TypeError: an option that is a number is given as something else.
+        ValueError: an option is out of range, or is none that a step on a part of a parameter can do; a group is then
+            not added.
     """
 
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": True,
+        }
+        # Not torch.optim.AdamW's: with fused=True that tells a GradScaler to leave unscaling and skipping to the step,
+        # which would have to skip the counts of what other ranks own too.
+        Optimizer.__init__(self, params, defaults)
+
     def _check_group(self, group: dict[str, Any]) -> None:
-        if group["differentiable"]:  # the step works in place on local tensors
-            raise ValueError("AdamW: differentiable=True is not supported; use torch.optim.AdamW.")
-        # torch checks its constructor's arguments only, and not those that a group has of its own
         check_lr("AdamW", group)
         check_not_negative("AdamW", group, ("weight_decay", "eps"))
         check_betas("AdamW", group, tensors=True)
+        group["betas"] = tuple(beta.squeeze() if isinstance(beta, Tensor) else beta for beta in group["betas"])
         check_flags("AdamW", group, ("amsgrad", "maximize", "capturable", "differentiable"))
         check_flags("AdamW", group, [option for option in ("foreach", "fused") if group[option] is not None])
         if group["foreach"] and group["fused"]:
             raise ValueError("AdamW: foreach=True and fused=True are two ways to do one thing; give one of them.")
+        if group["differentiable"]:  # the step works in place on local tensors
+            raise ValueError("AdamW: differentiable=True is not supported; use torch.optim.AdamW.")
+        if not group["decoupled_weight_decay"]:
+            raise ValueError("AdamW: decoupled_weight_decay=False is not supported; use torch.optim.Adam.")
+        # What torch would tell in the step, and there on the owners only.
+        tensors = [number for number in (group["lr"], *group["betas"]) if isinstance(number, Tensor)]
+        if group["foreach"] and not group["capturable"] and tensors:
+            raise ValueError("AdamW: foreach=True takes lr and betas as tensors only together with capturable=True.")
+        if group["capturable"] and any(param.device.type == "cpu" for param in group["params"]):
+            raise ValueError("AdamW: capturable=True is for CUDA graphs, and not for parameters on the CPU.")
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         on_device = group["capturable"] or group["fused"]

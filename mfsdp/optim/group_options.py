@@ -1,5 +1,6 @@
 """Options of parameter groups: numbers and dtypes that are checked, and what of them a state dict holds."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -51,33 +52,42 @@ def dtype_of(option: str, name: torch.dtype | str, allowed: Sequence[str] = tupl
     return _DTYPES[name]
 
 
-def is_number(value: Any) -> bool:
-    """Whether ``value`` is a real number; true and false, which Python takes for 1 and 0, are none."""
+def is_number(value: Any, or_tensor: bool = False) -> bool:
+    """Whether ``value`` is a real number; true and false, which Python takes for 1 and 0, are none.
+
+    Args:
+        value: anything.
+        or_tensor: whether a tensor of one number is one too.
+    """
+    if isinstance(value, Tensor):
+        return or_tensor and value.numel() == 1 and value.dtype != torch.bool
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_numbers(optimizer: str, group: Mapping[str, Any], options: Iterable[str]) -> None:
-    """Check that each of ``options`` is a number (or a tensor), and not, say, text from a configuration file.
+    """Check that each of ``options`` is a number (or a tensor of one), and not, say, text from a configuration file.
 
     Raises:
         TypeError: one is not.
     """
     for option in options:
-        if not isinstance(group[option], Tensor) and not is_number(group[option]):
+        if not is_number(group[option], or_tensor=True):
             raise TypeError(f"{optimizer}: {option} must be a number, but is {group[option]!r}.")
 
 
 def check_not_negative(optimizer: str, group: Mapping[str, Any], options: Iterable[str]) -> None:
-    """Check that each of ``options`` is a number of 0 or more.
+    """Check that each of ``options`` is a finite number of 0 or more.
 
     Raises:
         TypeError: one is no number.
-        ValueError: one is less than 0.
+        ValueError: one is less than 0, or not finite.
     """
     check_numbers(optimizer, group, options)
     for option in options:
         if not group[option] >= 0:  # written so that NaN fails too
             raise ValueError(f"{optimizer}: {option} must be 0 or more, but is {float(group[option])}.")
+        if group[option] == math.inf:
+            raise ValueError(f"{optimizer}: {option} must be finite, but is inf.")
 
 
 def check_lr(optimizer: str, group: Mapping[str, Any]) -> None:
@@ -108,7 +118,7 @@ def check_betas(optimizer: str, group: Mapping[str, Any], tensors: bool = False)
     if (
         not isinstance(betas, Sequence)
         or len(betas) != 2
-        or not all(is_number(beta) or (tensors and isinstance(beta, Tensor) and beta.numel() == 1) for beta in betas)
+        or not all(is_number(beta, or_tensor=tensors) for beta in betas)
         or not all(0 <= beta < 1 for beta in betas)
     ):
         raise ValueError(f"{optimizer}: betas must be two numbers in [0, 1), but is {betas!r}.")

@@ -280,8 +280,8 @@ def _apply(group: dict[str, Any], batch: Sequence[_Logical], updates: Sequence[T
 
 def _check_options(group: dict[str, Any]) -> None:
     check_lr("Muon", group)
-    check_not_negative("Muon", group, ("weight_decay", "momentum"))
-    check_numbers("Muon", group, ("eps", "ns_steps"))
+    check_not_negative("Muon", group, ("weight_decay", "momentum", "eps"))
+    check_numbers("Muon", group, ["ns_steps"])
     check_whole_numbers("Muon", group, ["ns_steps"])
     check_flags("Muon", group, ("nesterov", "cautious", "batched", "compile", "capturable"))
     beta = group["second_moment"]

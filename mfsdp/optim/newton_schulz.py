@@ -72,7 +72,7 @@ class NewtonSchulz:
     def __post_init__(self) -> None:
         if not isinstance(self.steps, Integral) or not is_number(self.steps):
             raise TypeError(f"ns_steps must be a whole number, but is {self.steps!r}.")
-        if not is_number(self.eps):
+        if not is_number(self.eps, or_tensor=True):
             raise TypeError(f"eps must be a number, but is {self.eps!r}.")
         if not 0 <= self.steps < 100:
             raise ValueError(f"ns_steps must be in [0, 100), but is {self.steps}.")
