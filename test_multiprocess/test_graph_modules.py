@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mfsdp
 from mfsdp.fsdp import plan_of
 from mfsdp.fsdp.graph import style
 from mfsdp.fsdp.objects import all_gather_object
-from test_multiprocess.fsdp_cases import compare, rank_input, same_model
+from test_multiprocess.fsdp_cases import TinyLM, compare, loss_of, rank_input, same_model
 from test_multiprocess.graph_cases import WithEncode, shard_graph
 from test_multiprocess.world import on_ranks
 
@@ -62,3 +62,25 @@ def test_other_methods_can_be_forwards(mesh: DeviceMesh, compiled: bool) -> None
     encode = torch.compile(model.encode, fullgraph=True, backend="aot_eager") if compiled else model.encode
     ours = {model: encode, reference: reference.encode}
     compare(model, reference, lambda m: ours[m](rank_input(4)).sum(), world_size=2)
+
+
+class WithEmpty(TinyLM):
+    """Next to rows of an uneven number it has parameters without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty_vector = nn.Parameter(torch.ones(0))
+        self.empty_matrix = nn.Parameter(torch.ones(0, 3))
+        self.empty_rows = nn.Parameter(torch.ones(3, 0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        empty = self.empty_vector.sum() + self.empty_matrix.sum() + self.empty_rows.sum()
+        return super().forward(tokens) + empty
+
+
+@on_ranks(2, 3)
+def test_parameters_without_elements(mesh: DeviceMesh, world_size: int) -> None:
+    reference = same_model(WithEmpty)
+    model = copy.deepcopy(reference)
+    shard_graph(model, mesh)
+    compare(model, reference, lambda m: loss_of(m, 0), world_size=world_size)

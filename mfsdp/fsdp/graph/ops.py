@@ -80,9 +80,11 @@ def gather_unit(
     flat = locals_[0].new_empty(numel, dtype=dtype)
     own: list[Tensor] = []
     for local, offset in zip(locals_, offsets, strict=True):
+        if not local.numel():
+            continue
         if offset < 0:
             own.append(local)
-        elif local.numel():
+        else:
             flat[offset : offset + local.numel()].view(local.shape).copy_(local)
     start = 0
     for root, size in zip(roots, sizes, strict=True):
