@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +14,7 @@ import mfsdp
 from mfsdp.fsdp import fully_shard
 from mfsdp.fsdp.graph import GraphFSDPModule
 from mfsdp.planning import ShardPlan, plan
-from test_multiprocess.fsdp_cases import Block, TinyLM, rank_input, same_model
+from test_multiprocess.fsdp_cases import Block, OnlyOwned, TinyLM, compare, rank_input, same_model
 from test_multiprocess.graph_cases import WithEncode, shard_graph
 from test_multiprocess.test_fsdp_refusals import expect, refusal
 from test_multiprocess.world import on_ranks
@@ -214,3 +215,28 @@ def test_only_one_rank_is_wrong(mesh: DeviceMesh) -> None:
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
     assert not any(isinstance(module, GraphFSDPModule) for module in model.modules())
     dist.barrier()  # nobody is left behind in a collective
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
+def test_differentiating_gradients_of_parameters(mesh: DeviceMesh, reshard_after_forward: bool) -> None:
+    reference = same_model(OnlyOwned)
+    model = copy.deepcopy(reference)
+    shard_graph(model, mesh, reshard_after_forward=reshard_after_forward)
+    with pytest.raises(NotImplementedError) as caught:
+        torch.autograd.grad(model(rank_input(4)).sum(), list(model.parameters()), create_graph=True)
+    expect(
+        str(caught.value),
+        """\
+unit layers.1: create_graph=True for gradients of its parameters. With style='graph' they are
+reduced by an operator that cannot be differentiated again. Gradients of activations can be:
+torch.autograd.grad(outputs, inputs, create_graph=True) with inputs that are no parameters.""",
+    )
+
+    def penalised(module: nn.Module) -> torch.Tensor:
+        inputs = rank_input(4).requires_grad_()
+        loss = module(inputs).tanh().sum()
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        return loss + gradient.square().sum()
+
+    compare(model, reference, penalised, world_size=2)

@@ -124,7 +124,8 @@ def fully_shard(
     ``reshard_after_forward`` is a bool, there is no offloading, and the result is a
     :class:`~mfsdp.fsdp.graph.GraphFSDPModule`, which has none of the methods of an ``FSDPModule``. Methods other than
     ``forward`` are registered with :func:`mfsdp.register_forward_method`. Segments are broadcast on every network;
-    between hosts that gloo connects, hooks style has a faster way. To compile a model that checkpoints activations,
+    between hosts that gloo connects, hooks style has a faster way. Gradients of parameters cannot be differentiated
+    again (``create_graph=True``), those of activations can. To compile a model that checkpoints activations,
     set ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint``.
 
     Returns:

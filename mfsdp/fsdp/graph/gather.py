@@ -130,6 +130,17 @@ class GatherParameters(torch.autograd.Function):
             ctx.saved.release()
         what = f"reduction of unit {ctx.unit}"
         if not torch.compiler.is_compiling():
+            _refuse_graph_of_gradients(ctx.unit)
             return (None, None, None, *reduced(ctx.spec, grads, what))
         with annotate({"phase": "backward"}):  # where a graph has forward and backward, see mfsdp.backward
             return (None, None, None, *reduced(ctx.spec, grads, what))
+
+
+def _refuse_graph_of_gradients(unit: str) -> None:
+    """Raise where gradients are to be differentiated: those of a reduction would be those of a constant."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"unit {unit}: create_graph=True for gradients of its parameters. With style='graph' they are reduced by "
+            "an operator that cannot be differentiated again. Gradients of activations can be: "
+            "torch.autograd.grad(outputs, inputs, create_graph=True) with inputs that are no parameters."
+        )
