@@ -44,26 +44,36 @@ def test_bad_arguments() -> None:
         QKClip().add(torch.ones(6), torch.ones(6, 2), lambda: torch.ones(3))
     with pytest.raises(ValueError, match="the key has 8 rows, more than the query, 6"):
         QKClip().add(torch.ones(6, 2), torch.ones(8, 2), lambda: torch.ones(3))
+    with pytest.raises(ValueError, match="a query of 6 rows and a key of 4 do not share heads evenly"):
+        QKClip().add(torch.ones(6, 2), torch.ones(4, 2), lambda: torch.ones(3))
 
 
 @pytest.mark.parametrize(
-    ("query_rows", "key_rows", "heads", "message"),
+    ("logits", "message"),
     [
-        (6, 6, 4, "a query of 6 rows does not have 4 heads"),
-        (6, 6, 0, "a query of 6 rows does not have 0 heads"),
-        (6, 4, 2, "a key of 4 rows does not have heads of 3 rows, as the query has"),
+        (torch.full((4,), 2.0), "a query of 6 rows does not have 4 heads"),
+        (torch.ones(0), "a query of 6 rows does not have 0 heads"),
+        (torch.full((2,), 2.0), "a key of 2 rows does not have heads of 3 rows, as the query has"),
+        (torch.full((1, 6), 2.0), r"a plain tensor of shape \(heads,\), but gives a Tensor of shape \(1, 6\)"),
     ],
 )
-def test_weights_that_lack_heads_are_refused_before_any_is_scaled(
-    query_rows: int, key_rows: int, heads: int, message: str
-) -> None:
-    clip = QKClip(1.0)
-    query, key = nn.Parameter(torch.ones(query_rows, 2)), nn.Parameter(torch.ones(key_rows, 2))
-    clip.add(query, key, lambda: torch.full((heads,), 2.0))
+def test_weights_that_lack_heads_are_refused_before_any_is_scaled(logits: torch.Tensor, message: str) -> None:
+    clip, good = QKClip(1.0), nn.Parameter(torch.ones(6, 2))
+    query, key = nn.Parameter(torch.ones(6, 2)), nn.Parameter(torch.ones(2, 2))
+    clip.add(good, good, lambda: torch.full((2,), 2.0))
+    clip.add(query, key, lambda: logits)
     with pytest.raises(ValueError, match=message):
-        clip(Muon([query, key]), (), {})
-    assert query.eq(1).all()
-    assert key.eq(1).all()
+        clip(Muon([good, query, key]), (), {})
+    assert all(weight.eq(1).all() for weight in (good, query, key))
+
+
+def test_weights_that_are_transposed_in_memory() -> None:
+    query, key = torch.ones(2, 4).T, torch.ones(4, 2)
+    clip = QKClip(1.0)
+    clip.add(query, key, lambda: torch.tensor([1.0, 4.0]))
+    clip(Muon([nn.Parameter(key)]), (), {})
+    assert torch.equal(query, key)
+    assert torch.equal(query, torch.tensor([[1.0], [1.0], [0.5], [0.5]]).expand(4, 2))
 
 
 @pytest.mark.parametrize("logit", [float("nan"), float("inf")])

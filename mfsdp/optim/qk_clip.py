@@ -22,9 +22,13 @@ class _Attention:
     key: Tensor
     max_logits: Callable[[], Tensor]
 
-    def check_heads(self, logits: Tensor) -> None:
-        """Raise a ``ValueError`` if the weights do not consist of as many heads as there are logits."""
-        heads, rows = logits.numel(), self.query.size(0)
+    def checked_logits(self) -> Tensor:
+        """The largest logits, after checking that the weights consist of as many heads."""
+        logits, rows = self.max_logits(), self.query.size(0)
+        if logits.ndim != 1 or isinstance(logits, DTensor):
+            given = f"a {type(logits).__name__} of shape {tuple(logits.shape)}"
+            raise ValueError(f"QKClip: max_logits must give a plain tensor of shape (heads,), but gives {given}.")
+        heads = logits.numel()
         if not heads or rows % heads:
             raise ValueError(f"QKClip: a query of {rows} rows does not have {heads} heads.")
         if self.key.size(0) % (rows // heads):
@@ -32,6 +36,7 @@ class _Attention:
                 f"QKClip: a key of {self.key.size(0)} rows does not have heads of {rows // heads} rows, as the query "
                 "has."
             )
+        return logits
 
 
 class QKClip:
@@ -65,13 +70,13 @@ class QKClip:
         self._attentions: list[_Attention] = []
 
     def add(self, query: Tensor, key: Tensor, max_logits: Callable[[], Tensor]) -> None:
-        """Watch one attention.
+        """Watch one attention; to be called after ``fully_shard``, which replaces the weights.
 
         Args:
             query: weight of shape ``(heads * head_dim, n)``, the rows of a head together.
             key: weight of shape ``(heads * head_dim, n)``, or with fewer heads of the same size.
-            max_logits: called after each step; the largest logit of each query head, shape ``(heads,)``, the
-                same on every rank (over the data of all ranks: all-reduce it with MAX).
+            max_logits: called after each step; the largest logit of each query head, a plain tensor ``(heads,)``,
+                the same on every rank (over the data of all ranks: all-reduce it with MAX).
 
         Raises:
             ValueError: a weight is not a matrix of which a rank has all rows or none, or the two do not fit.
@@ -80,6 +85,11 @@ class QKClip:
             _check_rows(name, weight)
         if key.size(0) > query.size(0):
             raise ValueError(f"QKClip: the key has {key.size(0)} rows, more than the query, {query.size(0)}.")
+        if not key.size(0) or query.size(0) % key.size(0):
+            raise ValueError(
+                f"QKClip: a query of {query.size(0)} rows and a key of {key.size(0)} do not share heads evenly: the "
+                "rows of the key must divide those of the query."
+            )
         self._attentions.append(_Attention(query, key, max_logits))
 
     @torch.no_grad()
@@ -87,11 +97,9 @@ class QKClip:
         """Scale what exceeds the threshold.
 
         Raises:
-            ValueError: weights do not have as many heads as there are logits; nothing of them was scaled.
+            ValueError: some weights do not have as many heads as there are logits; none of any was scaled.
         """
-        for attention in self._attentions:
-            logits = attention.max_logits()
-            attention.check_heads(logits)
+        for attention, logits in [(attention, attention.checked_logits()) for attention in self._attentions]:
             exceeding = logits.isfinite() & (logits > self.threshold)
             factor = torch.where(exceeding, self.threshold / logits, 1.0).to(torch.float32)
             if attention.query.size(0) == attention.key.size(0):
@@ -114,4 +122,4 @@ def _check_rows(name: str, weight: Tensor) -> None:
 def _scale_heads(weight: Tensor, factor: Tensor) -> None:
     if is_local(weight):
         local = local_tensor(weight)
-        local.view(factor.numel(), -1, local.size(1)).mul_(factor.to(local)[:, None, None])
+        local.unflatten(0, (factor.numel(), -1)).mul_(factor.to(local)[:, None, None])
