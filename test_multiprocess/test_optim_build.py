@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import mfsdp
-from mfsdp.dtensor import local_tensor
+from mfsdp.dtensor import is_local, local_tensor
 from mfsdp.optim import build_optimizer
 from test_multiprocess.world import on_ranks
 
@@ -106,3 +106,38 @@ def test_full_state_dicts_continue_bit_for_bit(mesh: DeviceMesh, matrix: str) ->
     for found, expected, old in zip(*results, before, strict=True):
         assert torch.equal(found, expected)
         assert not found.numel() or not torch.equal(found, old)
+
+
+@pytest.mark.parametrize("matrix", ["muon", "shampoo", "soap"])
+@on_ranks(2)
+def test_a_step_skipped_for_one_ranks_gradient_changes_nothing_on_any(mesh: DeviceMesh, matrix: str) -> None:
+    model = new_model()
+    mfsdp.fully_shard(model, mesh=mesh, plan=mfsdp.plan(model, mesh))
+    optimizer = build_optimizer(model, matrix=matrix)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    params = dict(model.named_parameters())
+    owners = {param.placements[0].owner for param in params.values()}
+    assert owners == {0, 1}
+
+    def everything() -> list[torch.Tensor]:
+        state = [value for param in params.values() for value in optimizer.state[param].values()]
+        return [local_tensor(tensor).clone() for tensor in (*params.values(), *state)]
+
+    def step(bad: str | None) -> bool:
+        """One step with a gradient spoiled on its owner alone; whether anything was changed on this rank."""
+        before = everything()
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 6)).square().mean()).backward()
+        if bad is not None and is_local(params[bad]):
+            local_tensor(params[bad].grad).view(-1)[0] = float("nan")
+        scaler.step(optimizer)
+        scaler.update()
+        after = everything()
+        return len(after) != len(before) or not all(map(torch.equal, before, after))
+
+    assert not step("0.weight")
+    assert not any(optimizer.state.values())  # the first step was skipped: nothing has begun
+    assert step(None)
+    for bad in params:
+        assert not step(bad), bad
+    assert scaler.get_scale() == 4.0 * 0.5 ** (1 + len(params))

@@ -51,9 +51,9 @@ class Pair:
         self.plain = [nn.Parameter(t.clone()) for t in full]
         self.optimizer, self.reference = make(self.owned), make(self.plain)
 
-    def step(self, number: int) -> CommCounter:
-        """One step of both; what that of the owned ones communicated."""
-        grads = tensors(self.shapes, number + 1, self.dtype)
+    def step(self, number: int, spoil: Callable[[int, Tensor], Tensor] = lambda index, grad: grad) -> CommCounter:
+        """One step of both, with gradients that ``spoil`` may change; what that of the owned ones communicated."""
+        grads = [spoil(index, t) for index, t in enumerate(tensors(self.shapes, number + 1, self.dtype))]
         for index, (param, plain, grad) in enumerate(zip(self.owned, self.plain, grads, strict=True)):
             param.grad, plain.grad = owned(grad, self.mesh, index % self.mesh.size()), grad
         with CommCounter() as comm:
@@ -65,7 +65,7 @@ class Pair:
         for param, plain in zip(self.owned, self.plain, strict=True):
             if is_local(param):
                 tolerance = {"rtol": 1e-5, "atol": 1e-6} if self.dtype is torch.float32 else {}
-                torch.testing.assert_close(local_tensor(param), plain.detach(), **tolerance)
+                torch.testing.assert_close(local_tensor(param), plain.detach(), equal_nan=True, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,6 +78,27 @@ def test_as_on_plain_tensors(mesh: DeviceMesh, name: str, dtype: torch.dtype) ->
         comm = pair.step(number)
         assert (comm.collectives, comm.bytes) == (0, 0), comm
     pair.assert_equal()
+
+
+@pytest.mark.parametrize("name", ["muon in batches", "normuon", "shampoo", "soap"])
+@on_ranks(2)
+def test_odd_matrices_and_gradients_are_as_on_plain_tensors(mesh: DeviceMesh, name: str) -> None:
+    """Rows, columns, empty ones, a gradient of zeros and one with NaN, which spoils its own matrix alone."""
+    optimizer_class, options = OPTIMIZERS[name]
+    shapes: list[tuple[int, ...]] = [(4, 4), (4, 4), (4, 4), (4, 4), (1, 5), (5, 1), (1, 1), (0, 4), (4, 0)]
+    pair = Pair(mesh, lambda params: optimizer_class(params, weight_decay=0.0, **options), shapes, torch.float32)
+
+    def spoil(index: int, grad: Tensor) -> Tensor:
+        return grad * {0: 0.0, 1: float("nan")}.get(index, 1.0)
+
+    zero = pair.plain[0].detach().clone()
+    for number in range(3):
+        comm = pair.step(number, spoil)
+        assert (comm.collectives, comm.bytes) == (0, 0), comm
+    pair.assert_equal()
+    assert torch.equal(pair.plain[0], zero)
+    assert [bool(param.isfinite().all()) for param in pair.plain] == [index != 1 for index in range(len(shapes))]
+    assert not torch.equal(pair.plain[2], tensors(shapes, 0, torch.float32)[2])
 
 
 @pytest.mark.parametrize("name", ["normuon", "shampoo", "soap"])
