@@ -23,9 +23,9 @@ class AdamW(OwnerLocalOptimizer, torch.optim.AdamW):
 
     All tensors of a group are stepped in one call, where they are. For many small tails ``fused=True`` takes less than
     half the time of ``foreach=True``. One flat tensor, filled from where the model has its parameters and gradients
-    and copied back, would take two thirds of the fused time (``examples/benchmark/tails.py``: 200 tails of 768
-    elements, 3.0, 1.2 and 0.8 ms); but the state of a parameter would be a view that loading and copying have to mend:
-    torch's ``load_state_dict`` puts a tensor of its own in its place.
+    and copied back, would take less than half of that again (``examples/benchmark/tails.py`` on 2 cores: 200 tails of
+    768 elements, 4.8, 1.9 and 0.9 ms); but the state of a parameter would be a view that loading and copying have to
+    mend: torch's ``load_state_dict`` puts a tensor of its own in its place.
 
     Raises:
         TypeError: an option that is a number is given as something else.
