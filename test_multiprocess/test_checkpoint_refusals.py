@@ -195,13 +195,17 @@ def test_options_that_change_the_state_are_taken_over(mesh: DeviceMesh, tmp_path
 
 @on_ranks(2)
 def test_what_users_put_into_groups_is_no_sign_of_another_class(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """Nor is it loaded, unless a scheduler put it there."""
     model, optimizers = in_layout("fsdp2", mesh, "muon", seed=1)
-    optimizers[0].param_groups[0]["label"] = "matrices"
+    optimizers[0].param_groups[0].update(label="matrices", label_lr=0.1, max_lr=0.5)
     train(model, optimizers, [0])
     path = save(tmp_path / "step-1", model, optimizers)
     other, theirs = in_layout("mfsdp", mesh, "muon", seed=2)
     load(path, other, theirs)
     assert_holds(other, theirs, whole_state(model, optimizers), "labelled")
+    group = theirs[0].param_groups[0]
+    assert group["max_lr"] == 0.5
+    assert not {"label", "label_lr"} & group.keys()
     # the state of SGD has Muon's names and shapes
     sgd = torch.optim.SGD(model.parameters(), momentum=0.9)
     train(model, [sgd], [1])

@@ -18,6 +18,7 @@ from mfsdp.checkpoint.misfits import Misfits
 from mfsdp.checkpoint.names import ModelState
 from mfsdp.checkpoint.saved_groups import SavedGroup
 from mfsdp.optim import RoutedOptimizer
+from mfsdp.optim.group_options import OF_SCHEDULERS
 from mfsdp.optim.owner_local import OwnerLocalOptimizer, state_like
 from mfsdp.placements import owner_dims
 
@@ -163,7 +164,7 @@ class _Source:
                 misfits.others.append(f"group {index} of {type(optimizer).__name__}: {difference}")
                 return None
             for option, value in each.options.items():
-                if option in known or _of_scheduler(option):
+                if option in known or option in OF_SCHEDULERS:
                     if option in options and not _same(options[option], value):
                         misfits.others.append(
                             f"group {index} of {type(optimizer).__name__}: its parameters were saved in groups that "
@@ -206,11 +207,6 @@ def _options() -> frozenset[str]:
         for optimizer_class in classes
         for option in optimizer_class([nn.Parameter(torch.zeros(1, 1))]).defaults  # type: ignore[call-arg]
     )
-
-
-def _of_scheduler(option: str) -> bool:
-    """Whether a scheduler has put the option into the group: ``initial_lr``, ``max_lr``, ``base_momentum``, ..."""
-    return option.endswith(("_lr", "_momentum"))
 
 
 def _part(optimizer: Optimizer, index: int) -> Optimizer:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 __all__ = [
+    "OF_SCHEDULERS",
     "check_betas",
     "check_flags",
     "check_lr",
@@ -26,7 +27,7 @@ __all__ = [
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
-_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """What torch's learning rate schedulers put into groups, from where it gets into copies of them."""
 
 
@@ -152,7 +153,7 @@ def check_names(optimizer: Optimizer, options: Iterable[str]) -> None:
     Raises:
         ValueError: there is one.
     """
-    known = {*optimizer.defaults, "params", "param_names", *_OF_SCHEDULERS}
+    known = {*optimizer.defaults, "params", "param_names", *OF_SCHEDULERS}
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(
