@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import mfsdp
+from mfsdp.optim.slow_dtypes import is_slow_at_16_bits
 from mfsdp.planning import COST_MODELS
 
 
@@ -86,13 +87,10 @@ SETUPS: dict[str, Callable[[GPT, DeviceMesh, argparse.Namespace], Setup]] = {
 
 
 def newton_schulz_dtype(device_type: str, args: argparse.Namespace) -> tuple[torch.dtype, str]:
-    """In what Muon iterates, and a remark if that is not what torch.optim.Muon does.
-
-    A processor without AVX-512 multiplies bf16 matrices tens of times more slowly than fp32 ones.
-    """
+    """In what Muon iterates, and a remark if that is not what torch.optim.Muon does."""
     if args.ns_dtype is not None:
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[args.ns_dtype], ""
-    if device_type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "NO AVX", "DEFAULT"):
+    if is_slow_at_16_bits(device_type):
         return torch.float32, "Muon iterates in fp32: bf16 is slow on this processor (--ns-dtype bf16 for it)"
     return torch.bfloat16, ""
 

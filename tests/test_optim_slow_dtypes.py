@@ -17,7 +17,7 @@ def warnings_of(
     caplog: pytest.LogCaptureFixture, capabilities: dict[str, Any], device: str = "cpu", **options: Any
 ) -> list[str]:
     """What two optimizers log in a new process on a processor of such ``capabilities``."""
-    slow_dtypes._warn_if_slow.cache_clear()
+    slow_dtypes._warn.cache_clear()
     caplog.clear()
     with mock.patch.object(torch.cpu, "get_capabilities", return_value=capabilities), caplog.at_level(logging.WARNING):
         for _ in range(2):

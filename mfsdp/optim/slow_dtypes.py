@@ -7,9 +7,23 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["warn_of_slow_dtype"]
+__all__ = ["is_slow_at_16_bits", "warn_of_slow_dtype"]
 
 _logger = logging.getLogger(__name__)
+
+
+def is_slow_at_16_bits(device_type: str) -> bool:
+    """Whether products of matrices in bfloat16 or float16 take tens of times as long there as those in float32.
+
+    Without AVX-512 (or bf16 in AVX2) an x86 processor computes them one number after another.
+
+    Args:
+        device_type: such as ``"cpu"``, the only type of which any are.
+    """
+    if device_type != "cpu":
+        return False
+    capabilities = torch.cpu.get_capabilities()  # other architectures than x86 do not have these at all
+    return not (capabilities.get("avx512_f", True) or capabilities.get("avx_ne_convert", True))
 
 
 def warn_of_slow_dtype(dtype: str, params: Iterable[Tensor]) -> None:
@@ -21,16 +35,13 @@ def warn_of_slow_dtype(dtype: str, params: Iterable[Tensor]) -> None:
         dtype: name of the dtype of the iterations.
         params: what is to be stepped; on devices other than the CPU nothing is slow.
     """
-    if dtype in ("bfloat16", "float16") and any(param.device.type == "cpu" for param in params):
-        _warn_if_slow()
+    if dtype in ("bfloat16", "float16") and any(map(is_slow_at_16_bits, {param.device.type for param in params})):
+        _warn()
 
 
 @cache
-def _warn_if_slow() -> None:
-    """Without AVX-512 (or bf16 in AVX2) products of matrices of 16 bits are computed one number after another."""
-    capabilities = torch.cpu.get_capabilities()  # other architectures than x86 do not have these at all
-    if not (capabilities.get("avx512_f", True) or capabilities.get("avx_ne_convert", True)):
-        _logger.warning(
-            "Muon: this processor has no AVX-512, and multiplies matrices of 16 bits tens of times more slowly than "
-            "those of 32: pass ns_dtype=torch.float32 for Newton-Schulz iterations in float32."
-        )
+def _warn() -> None:
+    _logger.warning(
+        "Muon: this processor has no AVX-512, and multiplies matrices of 16 bits tens of times more slowly than "
+        "those of 32: pass ns_dtype=torch.float32 for Newton-Schulz iterations in float32."
+    )
